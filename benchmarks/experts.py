@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
-import gguf
 import numpy as np
 import torch
+from gguf_files import write_random
 from harness import FOLDER, NUMBERS, Listed, Peer, benchmark, compared, open_peers, step_seconds, take_turns
 
 from prefold import LLM
@@ -78,52 +78,6 @@ def time_steps(options: SimpleNamespace) -> list[dict]:
     return results
 
 
-def write_gguf(path: Path, layers: int, kind: str) -> None:
-    """Write a GGUF file of the shape with random weights of one of llama.cpp's types, without a tokenizer."""
-    shape, type_ = SHAPE, gguf.GGMLQuantizationType[kind]
-    hidden, width, experts = shape["hidden_size"], shape["moe_intermediate_size"], shape["num_experts"]
-    q, kv = (shape[key] * shape["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
-    writer = gguf.GGUFWriter(path, "qwen3moe")
-    writer.add_block_count(layers)
-    writer.add_context_length(shape["max_position_embeddings"])
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(shape["intermediate_size"])
-    writer.add_head_count(shape["num_attention_heads"])
-    writer.add_head_count_kv(shape["num_key_value_heads"])
-    writer.add_key_length(shape["head_dim"])
-    writer.add_value_length(shape["head_dim"])
-    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
-    writer.add_rope_freq_base(shape["rope_theta"])
-    writer.add_vocab_size(shape["vocab_size"])
-    writer.add_expert_count(experts)
-    writer.add_expert_used_count(shape["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(width)
-    writer.add_tokenizer_model("no_vocab")
-    matrices = {"attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, q)}
-    matrices |= {f"ffn_{part}_exps": (experts, width, hidden) for part in ("gate", "up")}
-    matrices |= {"ffn_down_exps": (experts, hidden, width)}
-    rng = np.random.default_rng(0)
-
-    def matrix(name: str, size: tuple[int, ...]) -> None:
-        stored = gguf.quants.quantize(rng.standard_normal(size[-2:], np.float32) * size[-1] ** -0.5, type_)
-        writer.add_tensor(name, np.broadcast_to(stored, (*size[:-2], *stored.shape)), raw_dtype=type_)
-
-    matrix("token_embd.weight", (shape["vocab_size"], hidden))
-    matrix("output.weight", (shape["vocab_size"], hidden))
-    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
-    norms = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": 128, "attn_k_norm": 128}
-    for number in range(layers):
-        for name, size in matrices.items():
-            matrix(f"blk.{number}.{name}.weight", size)
-        writer.add_tensor(f"blk.{number}.ffn_gate_inp.weight", rng.standard_normal((experts, hidden), np.float32) / 45)
-        for name, length in norms.items():
-            writer.add_tensor(f"blk.{number}.{name}.weight", np.ones(length, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def llama_peers(options: SimpleNamespace, stack: ExitStack, prompts: dict[int, np.ndarray]) -> dict[str, Peer]:
     """Start llama.cpp with a file of each type. Its cases are named "SEQUENCES TOKENS"."""
     cases = {
@@ -136,7 +90,7 @@ def llama_peers(options: SimpleNamespace, stack: ExitStack, prompts: dict[int, n
     for kind in options.types if options.llama else ():
         files[kind] = folder / f"mixture-{options.layers}-{kind}.gguf"
         if not files[kind].exists():
-            write_gguf(files[kind], options.layers, kind)
+            write_random(files[kind], config_from(SHAPE | {"num_hidden_layers": options.layers}), "qwen3moe", kind, {})
     wanted = SimpleNamespace(llama=options.llama)  # transformers runs in this process
     return open_peers(stack, wanted, {"threads": options.threads, "cases": cases}, files=files)
 

@@ -1,24 +1,30 @@
 """Time one sequence and prompts in the shapes of current models, and the machine's limits.
 
-    python benchmarks/shapes.py --cases qwen3.5-35b-a3b,lfm3-1.7b,gemma-4-e2b,glm-4.7-flash --json FILE
+    python benchmarks/shapes.py --cases qwen3.5-35b-a3b,lfm3-1.7b,gemma-4-e2b,glm-4.7-flash --llama VENV --json FILE
 
 Weights are random, with each model's layer sizes, fewer layers and a small vocabulary; Qwen3.5 has 128 of its 256
 experts. The limit of a decode step is the time in which all threads read the weights that one row uses, and the LM
 head. The limit of a prompt is the time of its operations in linears at the best rate of packed products. Both rates are
 measured in every round.
+
+With --llama, prefold and llama.cpp also run a GGUF file of each shape that llama.cpp supports, with matrices of type
+--type. llama.cpp's decode step is the difference of a run of all tokens and a run of half of them. Its prompt is a run
+of one token.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
 import numpy as np
-from harness import Listed, benchmark, clocked, machine_limits, median, step_seconds, table
+from gguf_files import write_random
+from harness import Listed, benchmark, clocked, compared, machine_limits, median, open_peers, step_seconds, table
 
 from prefold import LLM
 from prefold.model.config import ModelConfig
@@ -53,6 +59,74 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _qwen(config: ModelConfig) -> dict[str, Any]:
+    sizes = config.sizes
+    assert config.experts is not None
+    return {
+        "ssm.conv_kernel": sizes["taps"], "ssm.state_size": sizes["key_dim"], "ssm.group_count": sizes["key_heads"],
+        "ssm.time_step_rank": sizes["value_heads"], "ssm.inner_size": sizes["value_dim"] * sizes["value_heads"],
+        "full_attention_interval": 4, "rope.dimension_count": config.rotated_dim,
+        "rope.dimension_sections": [11, 11, 10, 0], "expert_shared_feed_forward_length": config.experts.shared,
+    }  # fmt: skip
+
+
+def _gemma(config: ModelConfig) -> dict[str, Any]:
+    near, far, types = 256, 512, SHAPES["gemma-4-e2b"]["layer_types"]
+    lengths = {
+        f"attention.{part}_length{end}": near if end else far for part in ("key", "value") for end in ("", "_swa")
+    }
+    return lengths | {
+        "rope.dimension_count": far, "rope.dimension_count_swa": near, "attention.sliding_window": 512,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in types],
+        "attention.shared_kv_layers": SHAPES["gemma-4-e2b"]["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": 256, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4,
+        "feed_forward_length": [config.mlp_width(number) for number in range(config.layers)],
+        "final_logit_softcapping": 30.0,
+    }  # fmt: skip
+
+
+def _glm(config: ModelConfig) -> dict[str, Any]:
+    latent = config.latent
+    assert latent is not None and config.experts is not None
+    return {
+        "attention.kv_lora_rank": latent.rank, "attention.q_lora_rank": latent.query_rank, "attention.head_count_kv": 1,
+        "attention.key_length": latent.rank + latent.tail, "attention.value_length": latent.rank,
+        "attention.key_length_mla": latent.dim + latent.tail, "attention.value_length_mla": latent.value_dim,
+        "rope.dimension_count": latent.tail, "leading_dense_block_count": 1, "expert_shared_count": 1,
+        "expert_weights_scale": 1.8, "expert_weights_norm": True, "expert_gating_func": 2,
+    }  # fmt: skip
+
+
+# llama.cpp's names of the shapes, and the keys of their files that a ModelConfig has under other names.
+FILES: dict[str, tuple[str, Any]] = {
+    "qwen3.5-35b-a3b": ("qwen35moe", _qwen), "gemma-4-e2b": ("gemma4", _gemma), "glm-4.7-flash": ("deepseek2", _glm),
+}  # fmt: skip
+
+
+def beside_llama(options: SimpleNamespace, name: str, config: ModelConfig, folder: str) -> list[dict[str, Any]]:
+    """Return the seconds of a step and of a prompt by prefold and by llama.cpp, over the same file, in each round."""
+    arch, keys = FILES[name]
+    path, rng = Path(folder, f"{name}.gguf"), np.random.default_rng(0)
+    write_random(path, config, arch, options.type, keys(config))
+    text, rows = (rng.integers(100, VOCAB, count).tolist() for count in (32, options.prompt))
+    half = options.tokens // 2
+    cases = {f"step {count}": {"prompts": [text], "max_tokens": count} for count in (half, options.tokens)}
+    cases["prompt"] = {"prompts": [rows], "max_tokens": 1}
+    found: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        [(named, peer)] = open_peers(
+            stack, options, {"threads": options.threads, "cases": cases}, files={"": path}
+        ).items()
+        llm = stack.enter_context(LLM(str(path), dtype=options.dtype, cache="off"))
+        seconds_of(llm, options.prompt, 2)
+        for _ in range(options.repeats):
+            ours = dict(zip(("step", "prompt"), seconds_of(llm, options.prompt, options.tokens), strict=True))
+            few, many, prompt = (peer.run(case)[0] for case in cases)
+            theirs = {"step": (many - few) / (options.tokens - half), "prompt": prompt}
+            found.append({f"prefold {options.type}": ours, named: theirs})
+    return found
+
+
 def step_bytes(config: ModelConfig, itemsize: int) -> int:
     """Return the bytes of weights that a step with one row reads."""
     return (config.linear_flops // 2 + config.vocab_size * config.hidden) * itemsize
@@ -67,9 +141,10 @@ def seconds_of(llm: LLM, prompt: int, tokens: int) -> tuple[float, float]:
     return step, clocked(lambda: llm.embed([rows], pooling="last"))[0]
 
 
-@benchmark("dtype", "repeats", dtype="float32")
+@benchmark("dtype", "repeats", "threads", "llama", dtype="float32")
 @click.option("--cases", type=Listed(among=SHAPES), default=",".join(SHAPES), show_default=True, help="Shapes to run.")
 @click.option("--prompt", type=int, default=512, show_default=True, help="Length of a prompt in tokens.")
+@click.option("--type", default="Q8_0", show_default=True, help="Type of the matrices in files for llama.cpp.")
 @click.option("--tokens", type=int, default=24, show_default=True, help="Tokens to generate.")
 def main(options: SimpleNamespace) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
@@ -94,8 +169,15 @@ def main(options: SimpleNamespace) -> dict[str, Any]:
             for what in ("step", "prompt")
         ]
         print(f"\n{name}, {config.layers} layers\n\n{table(['', 'ms', 'limit, ms', 'of the limit'], rows)}", flush=True)
-        found.append({"shape": name, "layers": config.layers, "rounds": rounds, "shares": shares})
         llm.close()
+        case: dict[str, Any] = {"shape": name, "layers": config.layers, "rounds": rounds, "shares": shares}
+        if options.llama and name in FILES:
+            with tempfile.TemporaryDirectory() as folder:
+                case["beside"] = beside_llama(options, name, config, folder)
+            for what in ("step", "prompt"):
+                seconds = {system: [one[system][what] for one in case["beside"]] for system in case["beside"][0]}
+                print(f"\n{name}, {what}, {options.type}\n\n{compared(seconds, unit='ms')}", flush=True)
+        found.append(case)
     return {"prompt": options.prompt, "cases": found}
 
 

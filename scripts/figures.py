@@ -196,6 +196,17 @@ def shapes(file: dict) -> list[str]:
             own, limit = (1e3 * median(one[key] for one in case["rounds"]) for key in (part, f"{part}_limit"))
             cells += [_number(own), _number(limit), f"{case['shares'][part]:.0%}"]
         lines.append(_row(cells))
+    systems = next((list(case["beside"][0]) for case in file["cases"] if "beside" in case), [])
+    if systems:
+        head = [
+            "shape, one GGUF file",
+            *(f"{part}, ms: {_short(name)}" for part in ("step", "prompt") for name in systems),
+        ]
+        lines += ["", _row(head), "|" + "---|" * len(head)]
+    for case in file["cases"]:
+        if rounds := case.get("beside"):
+            cells = [median(one[name][part] for one in rounds) for part in ("step", "prompt") for name in systems]
+            lines.append(_row([case["shape"], *(_number(1e3 * one) for one in cells)]))
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/models.md: the families of the registry, and checkpoints for embedding and reranking that work with them.
+"""Print docs/models.md: the registered families, and known checkpoints for embedding and reranking.
 
 python scripts/models_page.py > docs/models.md
 """
@@ -13,7 +13,10 @@ from prefold.checkpoint.gguf_config import ARCHITECTURES as OF_GGUF
 from prefold.model.families import families_by_function
 from prefold.spec.plugins import load_plugins
 
-LAST = "last token, length 1, as its files say; `Instruct: {instruction}\\nQuery:{text}` for queries (`--instruction`)"
+LAST = (
+    "last-token pooling, normalized, from its files; `Instruct: {instruction}\\nQuery:{text}` for queries "
+    "(`--instruction`)"
+)
 BGE = (
     "A: {query}\\nB: {document}\\nGiven a query A and a passage B, determine whether the passage contains an answer to "
     "the query by providing a prediction of either 'Yes' or 'No'."
@@ -25,35 +28,26 @@ MXBAI = (
     "between them, then provide your binary relevance judgment (0 for not relevant, 1 for relevant).\\nRelevance:"
     "<|im_end|>\\n<|im_start|>assistant\\n"
 )
-ALONE = "the architecture at a tiny size, with random weights"
-SHAPE = "its shape with two layers of random weights"
-FILES = "its files at a tiny size, with random weights"
+ALONE = "a tiny model of the architecture, random weights"
+SHAPE = "its shape with two layers, random weights"
+FILES = "its files with a tiny model, random weights"
 LOGITS = (
-    "nothing: the chat template, the tokens and the activation that its files name for sentence-transformers' "
+    "nothing: prefold uses the chat template, tokens and activation in its files for sentence-transformers' "
     "CrossEncoder (`1_LogitScore`); `--instruction` becomes the system message"
 )
 
 
 @dataclass(frozen=True)
 class Known:
-    """A Known is a checkpoint that works, or that is refused.
+    """A checkpoint that works or is refused."""
 
-    names         of the checkpoint, on the hub
-    architecture  that its config.json names
-    task          "embed" or "rerank"
-    needs         what prefold does by itself, or has to be told
-    ran           what was run
-    refused       words of the reason why it is refused; "": it works
-    settings      those of its config.json that decide
-    """
-
-    names: str
-    architecture: str
-    task: str
-    needs: str = ""
-    ran: str = ALONE
-    refused: str = ""
-    settings: tuple[tuple[str, object], ...] = ()
+    names: str  # on the hub
+    architecture: str  # in its config.json
+    task: str  # "embed" or "rerank"
+    needs: str = ""  # options that it needs, and defaults that prefold picks
+    ran: str = ALONE  # what was tested
+    refused: str = ""  # words of the error that refuses it; "": it works
+    settings: tuple[tuple[str, object], ...] = ()  # entries of its config.json that cause the refusal
 
 
 CHECKPOINTS = (
@@ -64,7 +58,7 @@ CHECKPOINTS = (
         "jinaai/jina-embeddings-v5-text-small",
         "Qwen3Model",
         "embed",
-        "the repository of one task, with its adapter merged; last token, length 1; the prompts of its files "
+        "the repository of one task, with its adapter merged; last-token pooling, normalized; the prompts in its files "
         "(`--prompt-name`)",
         SHAPE,
     ),
@@ -72,45 +66,44 @@ CHECKPOINTS = (
         "codefuse-ai/F2LLM-v2-80M to -14B, F2LLM-0.6B, -1.7B, -4B",
         "Qwen3Model",
         "embed",
-        LAST + "; the tokenizer has to put the EOS behind each text, as the files of version 2 do",
+        LAST + "; the tokenizer must append the EOS to each text, as the files of version 2 do",
     ),
     Known(
         "Octen/Octen-Embedding-0.6B, -4B, -8B",
         "Qwen3ForCausalLM",
         "embed",
-        "last token, length 1, as its files say; texts as they are, or a prompt of its files (`--prompt-name`)",
+        "last-token pooling, normalized, from its files; plain texts, or a prompt in its files (`--prompt-name`)",
     ),
-    Known("intfloat/e5-mistral-7b-instruct and those made of it", "MistralModel", "embed", LAST),
+    Known("intfloat/e5-mistral-7b-instruct and its fine-tunes", "MistralModel", "embed", LAST),
     Known(
         "Qwen/Qwen3-Reranker-0.6B, -4B, -8B",
         "Qwen3ForCausalLM",
         "rerank",
-        "nothing: the default template is its own, or that of the files for CrossEncoder if the folder has them, with "
-        "their activation; `--instruction` where the default one does not fit",
+        "nothing: prefold uses its own template, or the template and activation in its files for CrossEncoder; "
+        "`--instruction` if the default instruction does not fit",
         SHAPE,
     ),
     Known(
         "Qwen3-Reranker as a classifier of one label",
         "Qwen3ForSequenceClassification",
         "rerank",
-        "nothing: it gets Qwen3-Reranker's prompt",
+        "nothing: prefold uses Qwen3-Reranker's prompt",
     ),
     Known(
         "BAAI/bge-reranker-v2-gemma",
         "GemmaForCausalLM",
         "rerank",
-        f'`--template` "{BGE}", `--words` Yes No. The tokens are those of FlagEmbedding, with BOS. The '
-        "score is Yes against No; FlagEmbedding has the logit of Yes "
-        "alone, which can rank otherwise",
+        f'`--template` "{BGE}", `--words` Yes No. Tokens equal FlagEmbedding\'s, with BOS. The score is '
+        "Yes against No; FlagEmbedding's score is the logit of Yes alone, which can give another order",
     ),
     Known(
         "jinaai/jina-reranker-v3",
         "JinaForRanking",
         "rerank",
-        "nothing: all documents of a query stand in one prompt, up to 125, and are read behind each of them. Give a "
-        "query with its list of documents; the score is a cosine. Documents are not cut: the model's own code cuts them"
-        " at 2,048 tokens, which `max_tokens_per_doc` of an item does too. GGUF files lack the projector, and are "
-        "refused",
+        "nothing: one prompt holds all documents of a query, at most 125, and a score is read after each document. "
+        "Give a query with its list of documents; the score is a cosine. prefold does not truncate documents; the "
+        "model's own code truncates them to 2,048 tokens, as `max_tokens_per_doc` of an item does. GGUF files lack the "
+        "projector, and are refused",
         FILES,
     ),
     Known(
@@ -124,7 +117,8 @@ CHECKPOINTS = (
         "infgrad/Prism-Qwen3.5-Reranker-0.8B, -2B, -4B, -9B, Prism-Qwen3-Reranker-4B-exp",
         "Qwen3_5ForCausalLM",
         "rerank",
-        LOGITS + ". The text behind a yes is `llm.chat` of the messages query and document ([more](tasks.md#rerank))",
+        LOGITS + ". For the text after a yes, use `llm.chat` with the messages query and document "
+        "([more](tasks.md#rerank))",
         FILES,
     ),
     Known("zeroentropy/zerank-2", "Qwen3ForCausalLM", "rerank", LOGITS, FILES),
@@ -177,82 +171,102 @@ CHECKPOINTS = (
 
 HEAD = """# Models
 
-A checkpoint is taken by the architecture that its `config.json` names, or its GGUF file. What a config asks for and
-prefold does not do is an error that names the key. This page is written by `scripts/models_page.py`.
+See which models this installation runs, then run one:
+
+```sh
+prefold models
+prefold generate "What is a prefix?" -m HuggingFaceTB/SmolLM2-135M-Instruct
+```
+
+prefold picks the model family by the architecture in the checkpoint's `config.json` or GGUF file. If the config asks
+for something that prefold does not support, the error names the key. `scripts/models_page.py` writes this page.
 
 ## Adding a family
 
-An architecture that is not here is added by a file of your own, which `--plugin` names. One real example of each kind,
-each in under 40 lines and run as one of prefold's tests against transformers:
+A Python file adds an architecture that is missing here; `--plugin` names the file. There is one real example of each
+kind. Each has fewer than 40 lines, and prefold's tests compare it with transformers:
 
 | kind | example | what it shows |
 |---|---|---|
 | dense | [BioGPT](families.md#a-family-of-your-own-an-example) | norms, names, learned positions |
-| mixture of experts | [FlexOlmo](families.md#a-mixture-of-experts) | a router's rules, beside norms over all heads |
-| hybrid | [LFM2](hybrids.md#a-hybrid-of-your-own) | a mixer with a state of its own, in place of attention |
+| mixture of experts | [FlexOlmo](families.md#a-mixture-of-experts) | router rules, norms over all heads |
+| hybrid | [LFM2](hybrids.md#a-hybrid-of-your-own) | a mixer with a state instead of attention |
 
 ## Families
+
+Words in this table: a *sublayer* is the attention or the MLP of a layer. *Experts* are a mixture of experts (MoE).
+*Fused* tensors hold several linears. In *interleaved RoPE*, the two elements of a rotated pair are neighbours.
 
 | family | architectures | GGUF |
 |---|---|---|
 """
 LONGROPE = """
-**LongRoPE** (Phi 3.5, Phi 3.5 MoE, Phi 4 mini, Phi 3 with 128k). These models have two sets of rotary factors, for
-sequences of up to 4,096 tokens and for longer ones. transformers chooses by each sequence, so that the keys of a prefix
-depend on what follows it, and cannot be shared. Here one set holds for all sequences of a job or of a server, chosen by
-the longest one that there may be: `context_length` (`--context-length`), by default the model's own 131,072, which
-takes the set of long sequences. With `--context-length 4096` it is the other set, results are those of transformers,
-and prompts of more than 4,096 tokens are refused. A job's summary and a server's log say which set it is. To longer
-sequences of Phi 3.5 MoE transformers gives the factors of short ones; here they have those of long ones, as in its
-makers' code.
+**LongRoPE** (Phi 3.5, Phi 3.5 MoE, Phi 4 mini, Phi 3 with 128k). These models have two sets of rotary factors: one
+for sequences of at most 4,096 tokens, one for longer sequences. transformers chooses a set per sequence. The keys of
+a prefix then depend on what follows, and cannot be shared. prefold uses one set for all sequences of a job or server:
 
-**Soft caps** on the scores of attention (Gemma 2) are computed by the compiled kernels on a CPU, and by PyTorch on a
-GPU, which is slower than the kernels there.
+- `context_length` (`--context-length`) selects the set. Its default is the model's own 131,072, which selects the
+  long set.
+- With `--context-length 4096`, results equal those of transformers, and prompts of more than 4,096 tokens are
+  refused.
+- A job's summary and a server's log name the set.
+- For longer sequences of Phi 3.5 MoE, transformers uses the short factors. prefold uses the long factors, as
+  Microsoft's own code does.
 
-**gpt-oss** has experts in MXFP4, four bits a number, in safetensors and in GGUF files. On a CPU they stay so: the
-weights of gpt-oss-20b take 14 GB of memory, and those of gpt-oss-120b 65 GB. PyTorch, on a GPU or on several ranks,
-has them in bfloat16 (42 and 234 GB). Nothing is lost: every number of MXFP4 is one of bfloat16. Other checkpoints
-that are quantised in safetensors are refused.
+**Soft caps** on attention scores (Gemma 2) run in the compiled kernels on a CPU. On a GPU they run in PyTorch, which
+is slower than the kernels.
 
-**GGUF files** of Starcoder 2 do not say its sliding window, which then is not there; those of SmolLM 3 do not say which
-layers rotate nothing: every fourth one, as in llama.cpp. Files of OLMo 3 with yarn are refused where they have an
-attention factor of their own. Those of [hybrids](hybrids.md) are read as llama.cpp's converter writes them. A file
-without `tokenizer.ggml.pre` is split as GPT-2 splits text, with a warning. A file with repeated names or tensors
-that overlap is refused.
+**gpt-oss** has experts in MXFP4, with 4 bits per weight, in safetensors and in GGUF files. On a CPU they stay in
+MXFP4: gpt-oss-20b takes 14 GB of memory, gpt-oss-120b 65 GB. PyTorch (on a GPU, or on several ranks) holds them in
+bfloat16 (42 and 234 GB). The conversion loses nothing, because every MXFP4 value is exact in bfloat16. Other
+quantized safetensors checkpoints are refused.
 
-**Gemma 4** has heads of two sizes. In E2B and E4B the last layers read the keys and values of earlier layers, which are
-stored once. After the last layer with keys of its own, a pass drops the rows whose results no request reads. Each layer
-of these models has an embedding table beside the first one: 2.3 billion numbers in E2B, of which a token reads 8,960.
-The tables stay in the mapped file, or in the form of the GGUF file. Checkpoints with towers
-(`Gemma4ForConditionalGeneration`) take text and [images](images.md#models); audio and video are refused. A GGUF file
-may have its tower in a second file (`mmproj`). The 12B (`gemma4_unified`) and Gemma 3n with towers take text only.
-Gemma 3n and 4 do not run with `tensor_parallel`, in int8 or layer by layer. llama.cpp computes the standard deviation
-of Gemma 3n's gates with a divisor of n - 1; transformers and prefold divide by n.
+**GGUF files**
 
-**Latent attention** (MLA: DeepSeek, GLM-4.7-Flash, Youtu, MiniCPM 3, Mistral Small 4). What is kept of a row is its
-latent and the rotated tail of its key. For GLM-4.7-Flash that is 54 KB a token in bfloat16; keys and values of all
-heads would take 0.96 MB. There are two exact ways to attend. In a stream of rows, which embeddings, scores, labels and
-decisions are read from, the keys and values of all heads are made of latents once a step. Generated text attends in the
-space of latents: what makes keys is multiplied into the queries. Such models are not split over ranks and not computed
-in int8. GGUF files of DeepSeek V2 and V3, GLM-4.7-Flash and Youtu are read (`deepseek2`).
+- Files of Starcoder 2 do not state its sliding window, so prefold uses none.
+- Files of SmolLM 3 do not state which layers have no RoPE. prefold assumes every fourth layer, as llama.cpp does.
+- Files of OLMo 3 with YaRN and their own attention factor are refused.
+- Files of [hybrids](hybrids.md) are read as llama.cpp's converter writes them.
+- A file without `tokenizer.ggml.pre` is tokenized with GPT-2's split rules, with a warning.
+- A file with repeated names or overlapping tensors is refused.
+
+**Gemma 4** has heads of two sizes.
+
+- In E2B and E4B, the last layers read the keys and values of earlier layers, which are stored once. After the last
+  layer with its own keys, a pass drops rows that no request reads.
+- E2B and E4B also have an embedding table per layer: 2.3 billion parameters in E2B, of which a token reads 8,960. The
+  tables stay in the mapped file, or in the GGUF file's format.
+- Checkpoints with towers (`Gemma4ForConditionalGeneration`) accept text and [images](images.md#models); audio and
+  video are refused. A GGUF model may have its tower in a second file (`mmproj`).
+- The 12B (`gemma4_unified`), and Gemma 3n with towers, accept text only.
+- Gemma 3n and 4 do not run with `tensor_parallel`, in int8 or layer by layer.
+- For the standard deviation of Gemma 3n's gates, llama.cpp divides by n - 1; transformers and prefold divide by n.
+
+**Latent attention** (MLA: DeepSeek, GLM-4.7-Flash, Youtu, MiniCPM 3, Mistral Small 4). The KV store holds a latent
+and the rotated end of the key per row. For GLM-4.7-Flash that is 54 KB per token in bfloat16; keys and values of all
+heads would take 0.96 MB. prefold attends in one of two exact ways. Prefill for embeddings, scores, labels and
+decisions computes the keys and values of all heads from the latents once per step. Generation attends in the latent
+space: the key matrices are multiplied into the queries. These models do not run with `tensor_parallel` or in int8.
+GGUF files of DeepSeek V2 and V3, GLM-4.7-Flash and Youtu are supported (`deepseek2`).
 
 ## Checkpoints for embedding and reranking
 
-Names, pooling and prompts are those of the checkpoints' own pages; their files were not at hand where this was written.
+Names, pooling and prompts come from the checkpoints' own pages. The last column says what was tested here; the
+published weights were not available.
 """
 WHY = """
-Encoders (BERT, RoBERTa, ModernBERT, MPNet and what is made of them) let every token see what comes after it too, so
-that no two texts share the computation of a prefix: they are refused, and other programs run them well. So are decoders
-that were trained on to see in both directions.
+Encoders (BERT, RoBERTa, ModernBERT, MPNet and their derivatives) let every token see later tokens too, so no two
+texts can share the computation of a prefix. prefold refuses them; other programs run them well. It also refuses
+decoders that were fine-tuned to attend in both directions.
 
-| refused | architecture | because |
+| refused | architecture | reason |
 |---|---|---|
 """
 
 
 def page() -> str:
-    """Returns the text of docs/models.md."""
-    load_plugins()  # features add families, and their names in GGUF files
+    """Return the text of docs/models.md."""
+    load_plugins()  # features add families and GGUF names
     of_gguf: dict[str, list[str]] = {}
     for name, architecture in OF_GGUF.items():
         of_gguf.setdefault(architecture, []).append(name)
@@ -273,7 +287,7 @@ def page() -> str:
     refused = [
         f"| {known.names} | {known.architecture} | {_because(known)} |" for known in CHECKPOINTS if known.refused
     ]
-    table = "\n| checkpoint | task | what it needs | architecture | run here |\n|---|---|---|---|---|\n"
+    table = "\n| checkpoint | task | what it needs | architecture | tested here |\n|---|---|---|---|---|\n"
     lines = (sorted(families), works, refused)
     parts = zip((HEAD, LONGROPE + table, WHY), lines, strict=True)
     return "".join(head + "\n".join(rows) + "\n" for head, rows in parts)

@@ -66,7 +66,7 @@ LAYERS = {
     "model": """
         api benchmarks cli engine features integrations kernels model record train worker
         features/images/test_pixels.py
-        test_blocks.py test_device.py test_extend.py test_examples.py
+        test_blocks.py test_deploy.py test_device.py test_extend.py test_examples.py
         test_imports.py test_invariant.py test_llm.py test_llm_generate.py test_markers.py test_setup.py
         test_task_options.py test_types.py test_models_without_torch.py test_bare_environment.py
         checkpoint/test_resolve.py checkpoint/test_stored.py

@@ -23,14 +23,14 @@ GUIDES = {
     "docs/decide.md": (), "docs/tables.md": ("duckdb", "narwhals", "pandas", "polars", "pyarrow"),
     "docs/scale.md": ("httpx", "starlette"), "docs/images.md": ("PIL", "transformers"), "docs/looped.md": (),
     "docs/hybrids.md": (), "docs/training.md": ("transformers",), "docs/cpus.md": (), "docs/gpus.md": (),
-    "docs/simulate.md": (),
+    "docs/simulate.md": (), "docs/deploy.md": ("starlette",),
 }  # fmt: skip
 PAGES = [*FIRST, *GUIDES]
 NEEDED = {f"docs/start/{name}.md": ("openai", "starlette") for name in ("server", "decisions")} | GUIDES
 # Pages whose blocks take a few seconds; the others' are slow.
 QUICK = {"docs/hybrids.md", "docs/looped.md", "docs/simulate.md"}
-NOT_RUN = 6  # blocks of guides that no test runs
-CODE, DATA = {"sh", "python"}, {"json", "toml", "ini", "dockerfile", "text"}
+NOT_RUN = 7  # blocks of guides that no test runs
+CODE, DATA = {"sh", "python"}, {"json", "toml", "text", "yaml"}
 # Blocks without a comment that cannot run here, by what they contain, and why.
 CANNOT = {
     "scripts/demo": "makes a new environment; tests/test_setup.py has these commands",

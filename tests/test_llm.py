@@ -121,7 +121,7 @@ def test_help_says_what_each_option_means():
 def test_bad_items_name_themselves(llm):
     with pytest.raises(InputError, match="item 1"):
         llm.embed(["fine", None])
-    with pytest.raises(InputError, match="takes 512"):
+    with pytest.raises(InputError, match="limit is 512"):
         llm.embed([[5] * 600])
     with pytest.raises(InputError, match="vocabulary"):
         llm.embed([[5, 100_000]])

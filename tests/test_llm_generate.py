@@ -180,7 +180,7 @@ def test_where_what_is_pinned_leaves_no_room_the_error_says_so(llm):
     prompt = list(range(3, rows - 3))
     small.generate(prompt, max_tokens=1)
     assert small.pin(prompt) == len(prompt)
-    message = rf"KV store holds {rows} rows, of which {len(prompt)} are pinned, too few for .*; unpin prompts, give a"
+    message = rf"KV store holds {rows} rows \({len(prompt)} of them pinned\), too few for .*; unpin prompts, give a"
     with pytest.raises(InputError, match=message):
         small.generate([2] * 8, max_tokens=8)
 

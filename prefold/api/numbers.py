@@ -429,8 +429,8 @@ class NumericTasks(TableTasks):
         Args:
             states: The states, as for `decide`.
             questions: The questions, as for `decide`.
-            gold: {question: list with the true answer for each state}. The answer is an option for a choice, a bool
-                for a noul, and the index (from 0) or the text of a level for a score. None: unknown.
+            gold: {question: list with the true answer for each state}. For a choice the answer is an option,
+                for a noul a bool, for a score the index (from 0) or the text of a level. None: unknown.
             precision: Share of right answers that the answers above the threshold must reach.
             **options: Options of `decide`. With `calibration`, the result contains its temperatures.
 

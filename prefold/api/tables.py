@@ -271,9 +271,7 @@ class _Compute:
     ) -> dict[str, pa.Array]:
         """Return {name: Arrow array} of the answers' columns.
 
-        Args:
-            have: Names of the table's columns.
-            size: Size of a vector, if no answer has a vector.
+        `have` has the names of the table's columns. `size` is the size of vectors if no answer has a vector.
         """
         import pyarrow as pa
 

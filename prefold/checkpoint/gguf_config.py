@@ -1,4 +1,4 @@
-"""Translates GGUF metadata to a Hugging Face config, so that GGUF files need no model families of their own."""
+"""Translate GGUF metadata to a Hugging Face config, so that GGUF files use the existing model families."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .gguf import GGUFFile
 from .keys import check_keys
 from .settings import MOST_LAYERS, MOST_POSITIONS, Settings
 
-Keys = dict[str, Any]  # of a config.json, with their values
+Keys = dict[str, Any]  # keys of a config.json, with their values
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -26,50 +26,50 @@ ARCHITECTURES = {
     "starcoder2": "Starcoder2ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
 }
-# By the architecture of files with experts: what makes the config keys of a mixture, as those of OF_ARCHITECTURE.
+# By architecture, for files with experts: returns the mixture's config keys, like OF_ARCHITECTURE.
 MIXTURES: dict[str, Callable[[Settings, Keys], Keys]] = {}
-# Architectures whose norms are LayerNorm.
+# Architectures that use LayerNorm.
 LAYER_NORM = {"cohere2", "starcoder2"}
-# Architectures whose queries, keys and values are one tensor.
+# Architectures with queries, keys and values in one tensor.
 FUSED_QUERIES = {"phi3"}
-# Architectures with latent attention (MLA). Their keys say which heads there are over latents, not in the model.
+# Architectures with latent attention (MLA). Their keys describe the heads over latents, not the model's own heads.
 LATENT: set[str] = set()
-# Config keys of an architecture that say whether the first layer has a tensor.
+# {architecture: {config key: tensor}}: the key is True if the first layer has the tensor.
 BY_TENSOR: dict[str, dict[str, str]] = {}
-# Config keys of an architecture that are the rows of a tensor.
+# {architecture: {config key: tensor}}: the key is the number of rows of the tensor.
 ROWS: dict[str, dict[str, str]] = {}
-# Settings that are one number for each layer: the first one stands in the place of the list, which has ".layers" behind
-# its name.
+# Settings with one number per layer. The list is stored under the key with the suffix ".layers", and its first number
+# under the key itself.
 BY_LAYER: set[str] = set()
-# Architectures whose values may be what the linear of keys gives; files then lack the tensor of values.
+# Architectures with layers that may use the output of the key projection as values; files then lack the value tensor.
 TIED_VALUES: set[str] = set()
-# Architectures some of whose layers have no attention, and no KV heads.
+# Architectures with layers that have no attention and no KV heads.
 WITHOUT_HEADS = ("lfm2", "lfm2moe", "granitehybrid")
-# Settings that are lists of different values, most of them one for each layer.
+# Settings that are lists of different values, most of them one per layer.
 LISTS = (
     "attention.sliding_window_pattern",
     "rope.dimension_sections",
     *(f"{arch}.attention.head_count_kv" for arch in WITHOUT_HEADS),
 )
-# Architectures that may rotate a part of each head.
+# Architectures that may apply RoPE to a part of each head.
 PARTLY_TURNED = {"phi3", "qwen35", "qwen35moe", "qwen3next"}
 FULL, SLIDING, SHARE = "full_attention", "sliding_attention", "partial_rotary_factor"
 DTYPES = {"F32": "float32", "F16": "float16"}
 
 
 def config_from_gguf(file: GGUFFile) -> Settings:
-    """Returns the config.json keys of the model in `file`.
+    """Return the config.json keys of the model in `file`.
 
-    Raises UnsupportedModelError for an architecture or a setting that prefold does not know, and CheckpointError for
-    metadata with impossible values.
+    Raise UnsupportedModelError for an unknown architecture or setting, and CheckpointError for impossible metadata
+    values.
     """
     every = Settings(file.metadata, str(file.path))
     arch = every.text("general.architecture")
     if arch not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(
-            f"{file.path}: GGUF architecture {arch!r:.200} is not supported, for these are: {names}; its folder with "
-            "safetensors may run, through transformers' modules (docs/families.md)"
+            f"{file.path}: GGUF architecture {arch!r:.200} is not supported; supported are: {names}; the model's "
+            "folder with safetensors may run, through transformers' modules (docs/families.md)"
         )
     if every.size("split.count", 1, least=0) > 1:
         raise UnsupportedModelError(
@@ -133,7 +133,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
 
 
 def layers_of(gguf: Settings) -> int:
-    """Return the number of layers. Those behind them, which predict further tokens, are not run."""
+    """Return the number of layers, without the further layers for multi-token prediction, which are not run."""
     layers: int = gguf.size("block_count", most=MOST_LAYERS)
     further = gguf.size("nextn_predict_layers", 0, least=0)
     if further >= layers:
@@ -142,16 +142,16 @@ def layers_of(gguf: Settings) -> int:
 
 
 def _width(gguf: Settings, has_experts: bool) -> int:
-    """Return the width of an MLP; a model without one may have that of its experts alone."""
+    """Return the width of an MLP; in a mixture without dense MLPs, the width of an expert."""
     width: int | None = gguf.size("feed_forward_length", None) if has_experts else gguf.size("feed_forward_length")
     return gguf.size("expert_feed_forward_length") if width is None else width
 
 
 def _gemma3(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that Gemma 3 alone has. What its files leave out is as in llama.cpp."""
+    """Return the config keys specific to Gemma 3. Missing metadata has the defaults of llama.cpp."""
     _refuse(gguf, "attn_logit_softcapping", "soft capping")
     _refuse(gguf, "final_logit_softcapping", "soft capping")
-    # Only the 27B model, which is the one with 62 layers, scales by its width instead of by head_dim.
+    # Only the 27B model (62 layers) scales by its width divided by its heads instead of by head_dim.
     wide = config["num_hidden_layers"] == 62
     local = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base_swa", 10000.0)}
     gguf.size("attention.sliding_window")
@@ -164,15 +164,17 @@ def _gemma3(gguf: Settings, config: Keys) -> Keys:
 
 
 def windows_of(gguf: Settings, every: int) -> Keys:
-    """Returns the sliding window, and which layers have it. every: where the file does not say it, one layer in so many
-    has none, the last of each."""
+    """Return the sliding window and the layers that have it.
+
+    If the file does not say which, every `every`-th layer has none.
+    """
     layers = layers_of(gguf)
     has_window = gguf.get("attention.sliding_window_pattern", every)
     if isinstance(has_window, int) and not isinstance(has_window, bool):
         every = gguf.size("attention.sliding_window_pattern", every)
         has_window = [(i + 1) % every != 0 for i in range(layers)]
     if not isinstance(has_window, list) or len(has_window) != layers:
-        raise gguf.wrong("attention.sliding_window_pattern", f"a whole number, or a list of {layers} truth values")
+        raise gguf.wrong("attention.sliding_window_pattern", f"a whole number, or a list of {layers} booleans")
     window = gguf.size("attention.sliding_window", None, most=MOST_POSITIONS)
     if window is None:
         return {"sliding_window": None}
@@ -180,15 +182,19 @@ def windows_of(gguf: Settings, every: int) -> Keys:
 
 
 def _smollm3(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that SmolLM 3 alone has. Files do not say which layers are not rotated: as in llama.cpp,
-    every fourth."""
+    """Return the config keys specific to SmolLM 3.
+
+    Files do not say which layers have no RoPE. As in llama.cpp, it is every fourth.
+    """
     _refuse(gguf, "attention.sliding_window", "a sliding window")
     return {"no_rope_layer_interval": 4}
 
 
 def _olmo2(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys of OLMo 2, or of OLMo 3, whose files have a sliding window. Layers that have it are
-    rotated without scaling."""
+    """Return the config keys of OLMo 2, or of OLMo 3 if the file has a sliding window.
+
+    Layers with the window use RoPE without scaling.
+    """
     windows = windows_of(gguf, 4)
     if windows["sliding_window"] is None:
         return {}
@@ -202,16 +208,16 @@ def _olmo2(gguf: Settings, config: Keys) -> Keys:
 
 
 def _phi3(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that Phi 3 and 4 alone have."""
+    """Return the config keys specific to Phi 3 and 4."""
     trained = gguf.size("rope.scaling.original_context_length", config["max_position_embeddings"], most=MOST_POSITIONS)
     window = gguf.size("attention.sliding_window", None, least=0, most=MOST_POSITIONS)
-    # Files say so where every row sees all that is before it.
+    # A window of 0, or at least as large as the context, means full attention.
     window = None if window is None or window >= config["max_position_embeddings"] else window or None
     return {"sliding_window": window, "original_max_position_embeddings": trained}
 
 
 def _granite(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that Granite alone has."""
+    """Return the config keys specific to Granite."""
     _refuse(gguf, "attention.sliding_window", "a sliding window")
     return {
         "embedding_multiplier": gguf.number("embedding_scale", 1.0),
@@ -222,8 +228,8 @@ def _granite(gguf: Settings, config: Keys) -> Keys:
 
 
 def _gemma2(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that Gemma 2 alone has. What its files leave out is as in llama.cpp."""
-    # Only the 27B model, which is the one with 46 layers, scales by its width instead of by head_dim.
+    """Return the config keys specific to Gemma 2. Missing metadata has the defaults of llama.cpp."""
+    # Only the 27B model (46 layers) scales by its width divided by its heads instead of by head_dim.
     wide = config["num_hidden_layers"] == 46
     return windows_of(gguf, 2) | {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -234,12 +240,12 @@ def _gemma2(gguf: Settings, config: Keys) -> Keys:
 
 
 def _cohere2(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that Cohere 2 alone has."""
+    """Return the config keys specific to Cohere 2."""
     return windows_of(gguf, 4) | {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": gguf.number("logit_scale")}
 
 
 def _starcoder2(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that Starcoder 2 alone has. Its files have a window where what wrote them knew of it."""
+    """Return the config keys specific to Starcoder 2. Only files from newer converters have a window."""
     return {
         "hidden_act": "gelu_pytorch_tanh",
         "norm_epsilon": config["rms_norm_eps"],
@@ -248,7 +254,7 @@ def _starcoder2(gguf: Settings, config: Keys) -> Keys:
     }
 
 
-# What makes the config keys that an architecture alone has, of its metadata and of the keys that all have.
+# By architecture: returns its specific config keys, from its metadata and the common config keys.
 OF_ARCHITECTURE: dict[str, Callable[[Settings, Keys], Keys]] = {
     "gemma3": _gemma3,
     "smollm3": _smollm3,
@@ -264,8 +270,10 @@ OF_ARCHITECTURE: dict[str, Callable[[Settings, Keys], Keys]] = {
 
 
 def _of_architecture(file: GGUFFile, arch: str) -> Settings:
-    """Returns the metadata of one architecture. A list holds a value for each layer: all of them must be equal, and
-    that value stands in its place."""
+    """Return the metadata of one architecture.
+
+    A list with one value per layer becomes that value; the values must be equal (except for BY_LAYER and LISTS).
+    """
     prefix, settings = arch + ".", {}
     for key, value in file.metadata.items():
         if key.startswith(prefix):
@@ -285,7 +293,7 @@ def _refuse(gguf: Settings, key: str, setting: str) -> None:
 
 
 def _rows(file: GGUFFile, name: str) -> int:
-    """Returns the number of rows of the tensor `name`. Raises CheckpointError where there is no such matrix."""
+    """Return the number of rows of the tensor `name`. Raise CheckpointError if there is no such matrix."""
     if name not in file.tensors:
         raise CheckpointError(f"{file.path} has no tensor {name}")
     shape = file.tensors[name].shape
@@ -295,15 +303,18 @@ def _rows(file: GGUFFile, name: str) -> int:
 
 
 def _type(file: GGUFFile, name: str) -> str:
-    """Returns the name of the ggml type of the tensor `name`. Raises CheckpointError where there is no such tensor."""
+    """Return the name of the ggml type of the tensor `name`. Raise CheckpointError if it does not exist."""
     if name not in file.tensors:
         raise CheckpointError(f"{file.path} has no tensor {name}")
     return file.type_name(name)
 
 
 def _rope(file: GGUFFile, gguf: Settings, width: int) -> Keys:
-    """Returns the rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each
-    frequency, and so do `rope_factors_long.weight` and its neighbour (Phi 3). width: numbers of a head."""
+    """Return the RoPE settings in the form of transformers; `width` is the number of rotated dimensions of a head.
+
+    `rope_freqs.weight` (Llama 3.1 and later) divides each frequency, and so do `rope_factors_long.weight` and
+    `rope_factors_short.weight` (Phi 3).
+    """
     rope: Keys = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base", 10000.0)}
     if LONG in file.tensors:
         factors = {key: _factors(file, name, width) for key, name in (("long_factor", LONG), ("short_factor", SHORT))}
@@ -339,25 +350,24 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 def _factors(file: GGUFFile, name: str, width: int) -> list[float]:
-    """Returns the factors of rotary frequencies in a tensor. Raises CheckpointError where these are not as many."""
+    """Return the RoPE frequency factors of a tensor. Raise CheckpointError if their number is wrong."""
     if name not in file.tensors or file.tensors[name].shape != (width // 2,):
-        raise CheckpointError(f"{file.path}: {name} must have {width // 2} numbers, half of a head's")
+        raise CheckpointError(f"{file.path}: {name} must have {width // 2} numbers, one per rotated pair of a head")
     return file.dequantize(name).tolist()
 
 
 def _linear_factor(gguf: Settings) -> float:
-    """Returns the divisor of positions: 1 where the file has none, or has 0."""
+    """Return the divisor of positions; 1 if the file has none, or 0."""
     factor = gguf.number("rope.scaling.factor", None, zero=True)
     return (gguf.number("rope.scale_linear", 1.0, zero=True) if factor is None else factor) or 1.0
 
 
 def _check_neutral(gguf: Settings, kind: str, is_latent: bool) -> None:
-    """Raises UnsupportedModelError for rope scaling of this kind that is set to more than its neutral value, and is not
-    computed here."""
+    """Raise UnsupportedModelError if a RoPE scaling setting is not neutral and not supported for this kind."""
     neutral = {
         "attn_factor": (1.0,),
         "yarn_attn_factor": (1.0,),
-        "yarn_ext_factor": (1.0 if kind == "yarn" else 0.0, -1.0),  # -1: by the kind
+        "yarn_ext_factor": (1.0 if kind == "yarn" else 0.0, -1.0),  # -1: the default of the kind
     }
     if not is_latent:
         neutral["yarn_log_multiplier"] = (0.0,)

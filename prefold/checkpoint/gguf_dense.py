@@ -1,4 +1,4 @@
-"""The config keys of further dense models, of the metadata of GGUF files. What files leave out is as in llama.cpp."""
+"""Config keys of further dense models, from GGUF metadata. Missing metadata has the defaults of llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def _command_r(gguf: Settings, config: Keys) -> Keys:
 def _stablelm(gguf: Settings, config: Keys) -> Keys:
     if config["qk_layernorm"]:
         raise UnsupportedModelError(
-            f"{gguf.file} has norms of heads in one tensor (attn_q_norm), which are not supported; use the folder with "
+            f"{gguf.file} has norms of heads in one tensor (attn_q_norm), which is not supported; use the folder with "
             "safetensors"
         )
-    gguf.get("use_parallel_residual")  # the converter writes true if the model's config is silent
+    gguf.get("use_parallel_residual")  # the converter writes true if the model's config has no such key
     return {
         "layer_norm_eps": config["rms_norm_eps"],
         "use_qkv_bias": config["attention_bias"],
@@ -26,7 +26,7 @@ def _stablelm(gguf: Settings, config: Keys) -> Keys:
 
 
 def _falcon(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys of Falcon."""
+    """Return the config keys of Falcon."""
     return {
         "layer_norm_epsilon": config["rms_norm_eps"],
         "activation": "gelu",

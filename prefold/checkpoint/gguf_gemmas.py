@@ -1,4 +1,4 @@
-"""The config keys of Gemma 3n and 4, of the metadata of GGUF files."""
+"""Config keys of Gemma 3n and 4, from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DEVIATIONS = "activation_sparsity_scale"
 
 
 def _gemma3n(gguf: Settings, config: Keys) -> Keys:
-    """Return the config keys that Gemma 3n alone has. A cap that its files leave out is as in llama.cpp."""
+    """Return the config keys specific to Gemma 3n. A missing logit cap has llama.cpp's default."""
     layers = config["num_hidden_layers"]
     gguf.size("attention.sliding_window")
-    gguf.get("altup.lr_multiplier")  # of training
-    deviations = gguf.get(f"{DEVIATIONS}.layers")  # of layers without a cut -inf
+    gguf.get("altup.lr_multiplier")  # only used in training
+    deviations = gguf.get(f"{DEVIATIONS}.layers")  # -inf for layers without a cutoff
     if not isinstance(deviations, list) or not all(isinstance(one, float) for one in deviations):
-        raise gguf.wrong(DEVIATIONS, f"a list of {layers} numbers, one a layer")
+        raise gguf.wrong(DEVIATIONS, f"a list of {layers} numbers, one per layer")
     return windows_of(gguf, 5) | {
         "model_type": "gemma3n_text",
         "hidden_activation": "gelu_pytorch_tanh",
@@ -47,7 +47,7 @@ def _gemma3n(gguf: Settings, config: Keys) -> Keys:
 
 
 def _ropes(gguf: Settings, config: Keys) -> Keys:
-    """Return the rotary settings of each kind of layer."""
+    """Return the RoPE settings of each kind of layer."""
     near = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base_swa", 1e4)}
     return {FULL: config["rope_parameters"], SLIDING: near}
 
@@ -83,13 +83,13 @@ def _gemma4(gguf: Settings, config: Keys) -> Keys:
 
 
 def _of_each(gguf: Settings, key: str, kinds: list[str]) -> dict[str, int]:
-    """Return the value of a setting for each kind of layer; {}: the file has one for all. kinds: of each layer"""
+    """Return the value of a setting for each kind of layer (`kinds`: one per layer); {} if all layers share it."""
     values = gguf.get(f"{key}.layers")
     if values is None:
         return {}
     found = dict(zip(kinds, values, strict=False))
     if len(values) != len(kinds) or any(found[kind] != value for kind, value in zip(kinds, values, strict=True)):
-        raise gguf.wrong(key, "one number, or one for each layer, the same for layers of one kind")
+        raise gguf.wrong(key, "one number, or one per layer, equal for layers of the same kind")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The config keys of hybrids, of the metadata of GGUF files."""
+"""Config keys of hybrid models, from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .settings import TILED, Settings
 
 
 def _layer_types(gguf: Settings, config: Keys, other: str) -> Keys:
-    """Returns the KV heads, and the kinds of layers: those without KV heads are of the other kind."""
+    """Return the KV heads and the kind of each layer; a layer without KV heads is of kind `other`."""
     kv_heads = gguf.get("attention.head_count_kv")
     layers = config["num_hidden_layers"]
     is_list = isinstance(kv_heads, list) and all(isinstance(heads, int) for heads in kv_heads)
     if not is_list or len(kv_heads) != layers or len({*kv_heads} - {0}) != 1:
-        raise gguf.wrong("attention.head_count_kv", f"a list of {layers} numbers, each 0 or the same one")
+        raise gguf.wrong("attention.head_count_kv", f"a list of {layers} numbers, each 0 or the same number")
     return {
         "num_key_value_heads": max(kv_heads),
         "layer_types": ["full_attention" if heads else other for heads in kv_heads],
@@ -22,11 +22,11 @@ def _layer_types(gguf: Settings, config: Keys, other: str) -> Keys:
 
 
 def _lfm2(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that LFM2 alone has."""
+    """Return the config keys specific to LFM2."""
     return _layer_types(gguf, config, "conv") | {
         "conv_L_cache": gguf.size("shortconv.l_cache"),
         "norm_eps": config["rms_norm_eps"],
-        "block_auto_adjust_ff_dim": False,  # files have the width itself
+        "block_auto_adjust_ff_dim": False,  # the file has the final width
     }
 
 
@@ -38,21 +38,20 @@ def _lfm2_moe(gguf: Settings, config: Keys) -> Keys:
 
 
 def _of_experts(gguf: Settings, function: int = SOFTMAX) -> Keys:
-    """Returns the config keys of experts that llama.cpp always normalises. function: as of `counts`"""
+    """Return the config keys of experts with weights that llama.cpp always normalizes. For `function`, see `counts`."""
     if not gguf.flag("expert_weights_norm", True):
         raise UnsupportedModelError(f"{gguf.file}: {gguf.prefix}expert_weights_norm is false, which is not supported")
     return counts(gguf, "num_experts", function) | {"moe_intermediate_size": gguf.size("expert_feed_forward_length")}
 
 
 def _qwen35(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that Qwen3.5 alone has. In its files head h of the values has the key head h modulo the
-    number of key heads."""
+    """Return the config keys specific to Qwen3.5. In its files, value head h uses key head h % num_keys."""
     keys, values = gguf.size("ssm.group_count"), gguf.size("ssm.time_step_rank")
     return _delta_net(gguf, keys, values) | {"model_type": "qwen3_5_text", TILED: keys != values}
 
 
 def _delta_net(gguf: Settings, keys: int, values: int) -> Keys:
-    """Returns the config keys of gated delta nets. keys, values: heads of each"""
+    """Return the config keys of gated delta nets; `keys` and `values` are the numbers of heads."""
     inner = gguf.size("ssm.inner_size")
     if values % keys or inner % values:
         raise gguf.wrong("ssm.time_step_rank", f"a multiple of {keys} (ssm.group_count) that divides {inner}")
@@ -72,16 +71,16 @@ def _qwen35_moe(gguf: Settings, config: Keys) -> Keys:
 
 
 def _qwen3_next(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that Qwen3-Next alone has. Its files have heads in the checkpoint's order."""
+    """Return the config keys specific to Qwen3-Next. Its files have heads in the checkpoint's order."""
     keys, values = gguf.size("ssm.group_count"), gguf.size("ssm.time_step_rank")
     return _delta_net(gguf, keys, values) | {"model_type": "qwen3_next"}
 
 
 def _granite(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys that Granite 4 H alone has. Its attention rotates nothing."""
+    """Return the config keys specific to Granite 4 H, which has no RoPE."""
     if gguf.flag("rope.scaling.finetuned"):
         raise UnsupportedModelError(
-            f"{gguf.file} rotates heads ({gguf.prefix}rope.scaling.finetuned), as Bamba does, which is not supported"
+            f"{gguf.file} has RoPE ({gguf.prefix}rope.scaling.finetuned), like Bamba, which is not supported"
         )
     inner, heads, hidden = gguf.size("ssm.inner_size"), gguf.size("ssm.time_step_rank"), config["hidden_size"]
     if inner % hidden or inner % heads:

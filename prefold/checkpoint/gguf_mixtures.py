@@ -1,4 +1,4 @@
-"""The config keys of mixtures of experts, of the metadata of GGUF files."""
+"""Config keys of mixtures of experts, from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from ..errors import UnsupportedModelError
 from .gguf_config import ARCHITECTURES, BY_TENSOR, LATENT, MIXTURES, OF_ARCHITECTURE, PARTLY_TURNED, Keys, windows_of
 from .settings import Settings
 
-# llama.cpp's functions of the router's logits.
+# llama.cpp's numbers for the router's gating functions.
 SOFTMAX, SIGMOID = 1, 2
 
 
 def counts(gguf: Settings, key: str, function: int = SOFTMAX, scale_key: str = "") -> Keys:
-    """Returns how many experts there are, under this key, and how many of them a row goes through.
+    """Return the number of experts, under `key`, and the number of experts per token.
 
-    function   of the router's logits
-    scale_key  the key of a factor of what experts give; "": a factor is refused
+    `function` is the only gating function accepted. `scale_key` is the config key for a factor on the experts' output;
+    with "", a factor is refused.
     """
     found = gguf.size("expert_gating_func", function)
     if found != function:
         raise UnsupportedModelError(
-            f"{gguf.file}: the router has {gguf.prefix}expert_gating_func {found}; only {function} is supported for "
-            "this architecture"
+            f"{gguf.file}: the router has {gguf.prefix}expert_gating_func {found}; for this architecture only "
+            f"{function} is supported"
         )
     scale = float(gguf.number("expert_weights_scale", 1.0, zero=True)) or 1.0
     if scale != 1 and not scale_key:
         raise UnsupportedModelError(
-            f"{gguf.file}: {gguf.prefix}expert_weights_scale is {scale:g}; factors of experts are not supported"
+            f"{gguf.file}: {gguf.prefix}expert_weights_scale is {scale:g}; factors on experts are not supported"
         )
     found = {key: gguf.size("expert_count"), "num_experts_per_tok": gguf.size("expert_used_count")}
     return found | ({scale_key: scale} if scale_key else {})
@@ -58,12 +58,12 @@ def _granite(gguf: Settings, config: Keys) -> Keys:
 def _by_sigmoids(
     gguf: Settings, count: str = "n_routed_experts", shared: str = "n_shared_experts", function: int = SIGMOID
 ) -> Keys:
-    """Return the config keys of the mixtures of DeepSeek-V3.
+    """Return the config keys of the mixtures like DeepSeek-V3's.
 
     Args:
         count: The key for the number of experts.
-        shared: The key for the number of experts that every row goes through.
-        function: llama.cpp's number of the router's function.
+        shared: The key for the number of shared experts.
+        function: The router's function, as llama.cpp numbers it.
     """
     return counts(gguf, count, function, "routed_scaling_factor") | {
         shared: gguf.size("expert_shared_count", 0, least=0),
@@ -76,8 +76,10 @@ def _by_sigmoids(
 
 
 def _afmoe(gguf: Settings, config: Keys) -> Keys:
-    """Returns the config keys of Trinity. Files do not say which layers have a window, and that embeddings are scaled:
-    as in llama.cpp."""
+    """Return the config keys of Trinity.
+
+    As in llama.cpp, every fourth layer has no window and embeddings are scaled; files do not say either.
+    """
     found = _by_sigmoids(gguf, "num_experts", "num_shared_experts")
     return windows_of(gguf, 4) | {
         **{key: found[key] for key in ("num_experts", "num_experts_per_tok", "num_shared_experts", "n_group")},
@@ -117,7 +119,7 @@ def _hunyuan(gguf: Settings, config: Keys) -> Keys:
 
 
 def _gpt_oss(gguf: Settings, config: Keys) -> Keys:
-    rope = config["rope_parameters"] | {"truncate": False}  # which files do not say
+    rope = config["rope_parameters"] | {"truncate": False}  # files do not have this key
     return windows_of(gguf, 2) | {"rope_parameters": rope}
 
 

@@ -1,5 +1,4 @@
-"""Identifies the model that a checkpoint is without reading all of its weights, and names the form in which they are
-stored: "Q4_K_M GGUF", "bfloat16"."""
+"""Identify a checkpoint's model without reading all weights, and name their stored form: "Q4_K_M GGUF", "bfloat16"."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from ..spec.files import sampled_digest
 from .checkpoint import Checkpoint
 from .gguf import GGUFFile
 
-_BLOCKS, _WHOLE = 64, 4 << 20  # 4 MiB of a file are read, also where it lies on a network's disk
-# The files of a folder that say what its model does: its own and those of sentence-transformers' modules, and further
-# chat templates. The former count by their bare names, as they always did, so that a job which was begun by an earlier
-# version can be resumed; the latter by their names in the folder, as a template may have any name.
+_BLOCKS, _WHOLE = 64, 4 << 20  # 4 MiB of each file are read, which is fast on a network disk too
+# Files that determine what a model computes: its own files, sentence-transformers' modules, and more chat templates.
+# `_BARE` files enter the digest with their bare names, as in earlier versions, so that old jobs can be resumed.
+# `_PLACED` files enter with their paths in the folder, because a template may have any name.
 _BARE = ("*", "*/config.json")
 _READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".gguf")
 _PLACED = ("additional_chat_templates/*.jinja",)
 
 
 def model_identity(checkpoint: Any, read: Callable[[Path], str] | None = None) -> dict[str, Any]:
-    """Returns a model's name, format, and a digest of its files. read: as of `folder_digest`"""
+    """Return a model's name, format, and a digest of its files. For `read`, see `folder_digest`."""
     files = "" if checkpoint.path is None else folder_digest(checkpoint.path, read)
     if getattr(checkpoint, "mmproj", None) is not None:
         files += folder_digest(checkpoint.mmproj.path, read)
@@ -39,10 +38,10 @@ def model_identity(checkpoint: Any, read: Callable[[Path], str] | None = None) -
 
 
 def folder_digest(path: Path, read: Callable[[Path], str] | None = None) -> str:
-    """Returns a digest of a checkpoint's files: of their names and sizes, of the contents of small files, and of blocks
-    of the weights all over each file, so that another training of the same model is another one.
+    """Return a digest of a checkpoint's files, which changes if the model is trained further.
 
-    read  returns a digest of a whole file, to be used for each file that a model is made of; None: blocks will do
+    The digest covers names, sizes, the contents of small files, and blocks spread over each weight file. If `read` is
+    given, `read(path)` returns a digest of a whole file, and is used in place of blocks.
     """
     files = {path: path.name}
     if path.is_dir():
@@ -60,16 +59,16 @@ def folder_digest(path: Path, read: Callable[[Path], str] | None = None) -> str:
     return digest.hexdigest()
 
 
-# The names that torch has for the dtypes of safetensors.
+# torch's names for the dtypes of safetensors.
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 def stored_as(checkpoint: Checkpoint) -> str:
-    """Returns how the checkpoint's weights are stored: the type of most of them, and for a GGUF file its quantisation.
+    """Return how the checkpoint's weights are stored: the type of most weights, or a GGUF file's quantization.
 
-    Examples are "Q4_1 GGUF", "bfloat16" (of a folder) and "random weights". A folder whose weights cannot be read gives
-    what its config says. It never raises, since it is for summaries.
+    Examples: "Q4_1 GGUF", "bfloat16" (a folder), "random weights". If a folder's weights cannot be read, the config's
+    dtype is returned. Never raises, because summaries use it.
     """
     if checkpoint.format == "dummy":
         return "random weights"
@@ -85,8 +84,7 @@ def stored_as(checkpoint: Checkpoint) -> str:
 
 
 def _quantisation(file: GGUFFile) -> str:
-    """Returns the name of the file's mixture of types ("Q4_K_M") where the file gives one, else the type of most
-    weights."""
+    """Return the name of the file's mix of types ("Q4_K_M") if the file has it, else the type of most weights."""
     from gguf.constants import LlamaFileType
 
     kind = file.metadata.get("general.file_type")
@@ -99,7 +97,7 @@ def _quantisation(file: GGUFFile) -> str:
 
 
 def _dtypes(path: Path) -> Counter[str]:
-    """Returns {dtype: number of weights} of a safetensors file; an empty Counter for a file that cannot be read."""
+    """Return {dtype: number of weights} of a safetensors file; empty if the file cannot be read."""
     from .safetensors import SafetensorsFile
 
     counts: Counter[str] = Counter()

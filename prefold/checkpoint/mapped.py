@@ -1,4 +1,4 @@
-"""Bytes of an open file as read-only arrays. No torch."""
+"""Bytes of an open file as read-only arrays. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError
 
-# Fewer bytes are read, not mapped. A mapping takes as long, and holds a file descriptor (before Python 3.13).
+# Fewer bytes are read, not mapped: mapping is not faster, and uses a file descriptor (before Python 3.13).
 LEAST_MAPPED = 1 << 16
 
 
 class MappedFile:
-    """An open file whose bytes are mapped while an array over them lives. Arrays over the same bytes share a mapping:
-    a stack of experts is read matrix by matrix."""
+    """An open file; its bytes are mapped while an array over them exists.
+
+    Arrays over the same bytes share a mapping, because a stack of experts is read one matrix at a time.
+    """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.file = open(path, "rb")  # noqa: SIM115  # its bytes are read later, whatever the path is then
+        self.file = open(path, "rb")  # noqa: SIM115  # stays open: bytes are read later, even if the path changes
         weakref.finalize(self, self.file.close)
         self._alive: weakref.WeakValueDictionary[tuple[int, int], NDArray[np.uint8]] = weakref.WeakValueDictionary()
 
     def bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Return bytes of the file as a read-only array [size].
 
-        Raises CheckpointError for bytes beyond the end of the file, and MemoryError if the process may not map as many.
+        Raise CheckpointError beyond the end of the file, and MemoryError if the process may not map that many bytes.
         """
         values = self._alive.get((start, size))
         if values is None:
@@ -41,7 +43,7 @@ class MappedFile:
 
 def _mapped(file: BinaryIO, start: int, size: int) -> NDArray[np.uint8]:
     if start + size > os.fstat(file.fileno()).st_size:
-        raise CheckpointError(f"{file.name} is damaged, or was not copied whole: {start + size:,} bytes are expected")
+        raise CheckpointError(f"{file.name} is damaged or incomplete: {start + size:,} bytes are expected")
     if size < LEAST_MAPPED:
         return np.frombuffer(os.pread(file.fileno(), size, start), np.uint8)
     before = start % mmap.ALLOCATIONGRANULARITY
@@ -56,19 +58,18 @@ def _mapped(file: BinaryIO, start: int, size: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The bytes of a file that a tensor is read from. file: of the tensors' owner, which closes it when it goes; None:
-    the tensor is in no file"""
+    """The bytes of a file with a tensor."""
 
-    file: BinaryIO | None
+    file: BinaryIO | None  # the owner of the tensors closes it; None: the tensor is not in a file
     start: int
     size: int
 
     def read(self, most: int) -> int:
-        """Read the bytes, at most so many, and return how many were read."""
+        """Read at most `most` of the bytes, and return how many were read."""
         return 0 if self.file is None else len(os.pread(self.file.fileno(), min(most, self.size), self.start))
 
     def read_ahead(self) -> None:
-        """Let the system read the bytes into its cache now. It does so beside the caller, if it knows how to."""
+        """Ask the operating system to read the bytes into its cache, if it supports that. Does not wait."""
         if self.file is not None and hasattr(os, "posix_fadvise"):
-            with suppress(OSError):  # a file system without it
+            with suppress(OSError):  # some file systems do not support it
                 os.posix_fadvise(self.file.fileno(), self.start, self.size, os.POSIX_FADV_WILLNEED)

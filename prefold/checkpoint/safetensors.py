@@ -1,6 +1,6 @@
-"""Reads safetensors files: what tensors there are, and their numbers as arrays over the file. No torch.
+"""Read safetensors files: their list of tensors, and values as arrays over the file. Imports no torch.
 
-The `safetensors` package checks the header. Its own arrays are copies, and it has none of bfloat16.
+The `safetensors` package checks the header. Its own arrays are copies, and it does not support bfloat16 in NumPy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLOATING = frozenset(dtype for name, dtype in DTYPES.items() if "F" in name)
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsTensor:
-    """The place of a tensor in a file, with its type as the format names it: "BF16"."""
+    """The place of a tensor in a file, with the format's name for its type, such as "BF16"."""
 
     type: str
     shape: tuple[int, ...]
@@ -42,11 +42,9 @@ class SafetensorsTensor:
 
 
 class SafetensorsFile:
-    """One safetensors file. A tensor is mapped into memory while an array over it lives.
+    """One safetensors file; a tensor is mapped into memory while an array over it exists.
 
-    tensors  {name: SafetensorsTensor}
-
-    Raises CheckpointError for a file that is not a safetensors file, or is damaged.
+    Raise CheckpointError if the file is damaged or is not a safetensors file. `tensors` is {name: SafetensorsTensor}.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -67,20 +65,20 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path} cannot be read as safetensors: {error}") from error
 
     def __reduce__(self) -> tuple[type[SafetensorsFile], tuple[Path]]:
-        """A copy in another process opens the file itself."""
+        """A copy in another process opens the file again."""
         return SafetensorsFile, (self.path,)
 
     def extent(self, name: str, first: int = 0, count: int | None = None) -> Extent:
-        """Return the bytes of a tensor, or of `count` numbers of it from the one at `first` on."""
+        """Return the place of a tensor, or of `count` of its numbers starting with number `first`."""
         tensor = self.tensors[name]
         total = math.prod(tensor.shape)
         size = tensor.size // max(1, total)
         return Extent(self._mapped.file, tensor.start + first * size, size * (total if count is None else count))
 
     def array(self, name: str) -> np.ndarray:
-        """Return a tensor's numbers: a read-only array over the file, or a copy if the file has them unaligned.
+        """Return a tensor as a read-only array over the file, or as a copy if it is not aligned in the file.
 
-        Raises CheckpointError for a type of numbers that NumPy has not, and for a file that has become shorter.
+        Raise CheckpointError for a type that NumPy lacks, and if the file has become shorter.
         """
         tensor = self.tensors[name]
         if (dtype := DTYPES.get(tensor.type)) is None:

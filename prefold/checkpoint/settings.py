@@ -1,4 +1,4 @@
-"""Reads settings of a checkpoint (config.json, GGUF metadata) with the type and the bounds that each must have."""
+"""Read settings of a checkpoint (config.json, GGUF metadata), checking the type and bounds of each."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-# The largest sizes that are accepted, a hundred times those of the largest models there are. A larger one comes from a
-# damaged file, and is refused before anything of that size is made.
+# The largest sizes accepted: a hundred times the sizes of the largest existing models. A larger size means a damaged
+# file, and is refused before anything of that size is allocated.
 MOST_SIZE = 2**24
 MOST_LAYERS = 4096
 MOST_POSITIONS = 2**40
-# The largest number that is accepted: float32 holds no numbers much larger.
+# The largest number accepted: float32 has no much larger numbers.
 MOST_NUMBER = 1e38
-# The key under which a config has the tokens of the longest sequence that there may be, where the user has said it.
+# The config key for the user's limit on the tokens of a sequence.
 CONTEXT = "prefold_context_length"
-# The key under which a config says that the heads of values of gated delta nets are in the order of llama.cpp.
+# The config key that says that the value heads of gated delta nets are in llama.cpp's order.
 TILED = "prefold_tiled_heads"
 REQUIRED: Any = object()
-# Characters of a wrong value that a message shows.
+# Limit on the characters of a wrong value in an error.
 SHOWN = 60
 
 
 class Settings(dict[str, Any]):
-    """Holds the settings of a checkpoint as its file has them, with a method to read each kind of value.
+    """The settings of a checkpoint as in its file, with a method to read each kind of value.
 
-    file    what errors call the file
-    prefix  what errors put before a key: where in the file these settings are
-    reads   the keys that were read so far, with their prefixes; settings made out of these share it
+    A missing or null key gives the default. The methods raise CheckpointError if there is no default, or if a value has
+    a wrong type or is out of bounds. The error names the file, the key and the valid values.
 
-    A key that is missing or null gives the default. Where there is no default, and for a value of another type or
-    outside of its bounds, the methods raise CheckpointError, which names the file, the key and what the value must be.
+    Attributes:
+        file: The file's name in errors.
+        prefix: Text before a key in errors: the place of these settings in the file.
+        reads: The keys read so far, with prefixes. Settings derived from these share the set.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Settings(dict[str, Any]):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
-        """Returns the settings themselves, or a plain mapping as settings."""
+        """Return the values if they are Settings already, else a new Settings."""
         return values if isinstance(values, Settings) else cls(values)
 
     def __or__(self, other: Any) -> Settings:
@@ -61,11 +62,11 @@ class Settings(dict[str, Any]):
         return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the keys. As it is defined here, Python reads a copy such as {**settings} through `__getitem__`."""
+        """Yield the keys. This definition makes Python read copies such as {**settings} through `__getitem__`."""
         return super().__iter__()
 
     def size(self, key: str, default: Any = REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> Any:
-        """Returns the whole number `key`, in [least, most]."""
+        """Return the whole number `key`, in [least, most]."""
         value = self._given(key, default)
         if value is default:
             return value
@@ -78,7 +79,7 @@ class Settings(dict[str, Any]):
         return value
 
     def number(self, key: str, default: Any = REQUIRED, *, zero: bool = False, negative: bool = False) -> Any:
-        """Returns the finite number `key`, greater than 0, or with `zero` at least 0, or with `negative` any."""
+        """Return the finite number `key`: above 0, or at least 0 with `zero`, or any with `negative`."""
         value = self._given(key, default)
         if value is default:
             return value
@@ -89,35 +90,35 @@ class Settings(dict[str, Any]):
         return value if abs(value) < 2**53 else float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Returns the truth value `key`; 0 and 1 stand for false and true."""
+        """Return the boolean `key`; 0 and 1 mean false and true."""
         value = self._given(key, default)
         if not isinstance(value, (bool, int)) or value not in (0, 1):
             raise self.wrong(key, "true or false")
         return bool(value)
 
     def token(self, key: str) -> int | None:
-        """Return the token id `key`, which may lie outside of the vocabulary (-1: no token); None if it is missing."""
+        """Return the token id `key`, which may be outside the vocabulary (-1: no token); None if it is missing."""
         value = self._given(key, None)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise self.wrong(key, "a whole number")
         return value
 
     def text(self, key: str, default: Any = REQUIRED) -> Any:
-        """Returns the string `key`."""
+        """Return the string `key`."""
         value = self._given(key, default)
         if value is not default and not isinstance(value, str):
             raise self.wrong(key, "a string")
         return value
 
     def texts(self, key: str, default: Any = REQUIRED) -> Any:
-        """Returns the list of strings `key`."""
+        """Return the list of strings `key`."""
         value = self._given(key, default)
         if value is not default and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
             raise self.wrong(key, "a list of strings")
         return value
 
     def numbers(self, key: str, default: Any = REQUIRED) -> Any:
-        """Returns the list `key` of finite numbers greater than 0."""
+        """Return the list `key` of finite numbers greater than 0."""
         value = self._given(key, default)
         if value is default:
             return value
@@ -129,14 +130,14 @@ class Settings(dict[str, Any]):
         return value
 
     def settings(self, key: str) -> Settings:
-        """Returns the settings that `key` holds; empty ones where it is missing."""
+        """Return the settings inside `key`; empty if it is missing."""
         value = self._given(key, None)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(key, "an object")
         return Settings(value or {}, self.file, f"{self.prefix}{key}.", self.reads)
 
     def wrong(self, key: str, wanted: str) -> CheckpointError:
-        """Returns the CheckpointError for a value that is not `wanted`."""
+        """Return the CheckpointError for a value that is not `wanted`."""
         value = self.get(key)
         # Python refuses to write a number with thousands of digits.
         is_long = isinstance(value, int) and abs(value) >= 10**50

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import fields, replace
 from typing import Any
 
 import click
 
 from ..errors import JobError
+from ..spec import environment
 from ..spec.fields import near
-from ..spec.files import read_text
+from ..spec.files import read_toml
 from ..spec.job import JobSpec
 from ..spec.server import ServerSpec
 from .options import Option, all_of, command, declared, generation_options, media_options, model_group, model_options
@@ -18,31 +18,50 @@ from .process import notice
 from .specs import server_spec, takes_job
 
 
-def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Make the options in a TOML file the defaults of the command. Raise JobError for an unknown option."""
-    if value is None:
-        return
+def read_settings(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
+    """Make the TOML file and the PREFOLD_SERVE_* variables, which override it, the defaults of the options.
+
+    Raise JobError for an unknown option and for a value that the option refuses. The message names the file or the
+    variable.
+    """
+    variables = environment.server_settings()
+    named = variables.pop("config", None)
+    path = path or named
+    options = {flag[2:]: option for option in ctx.command.params for flag in option.opts if flag.startswith("--")}
+    for name in ("config", "help"):
+        options.pop(name, None)
+    defaults = ctx.default_map = {}
+    for name, value in (read_toml(path) if path else {}).items():
+        if name not in options:
+            close = near(name, options)
+            raise JobError(f"{path}: there is no option {name!r}; {close}prefold serve --help-all lists the options")
+        listed = not options[name].multiple or isinstance(value, list)
+        defaults[str(options[name].name)] = value if listed else [value]
+        _check(ctx, options[name], f"{path}: {name} = ")
+    for name, text in variables.items():
+        variable = environment.server_variable(name)
+        if name not in options:
+            close = near(variable, map(environment.server_variable, options))
+            raise JobError(f"{variable}: prefold serve has no option --{name}; {close}remove or rename the variable")
+        defaults[str(options[name].name)] = text.split() if options[name].multiple else text
+        _check(ctx, options[name], f"{variable}=")
+
+
+def _check(ctx: click.Context, option: click.Parameter, place: str) -> None:
+    """Raise JobError if the option refuses its value in the context's default map."""
+    assert ctx.default_map is not None
+    value = ctx.default_map[str(option.name)]
     try:
-        settings = tomllib.loads(read_text(value))
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"--config {value} cannot be read: {error}") from None
-    options = {flag.removeprefix("--"): option for option in ctx.command.params for flag in option.opts}
-    for name, setting in settings.items():
-        if name not in options or name in ("config", "help"):
-            raise JobError(f"--config {value}: there is no option {name!r}; {near(name, options)}see serve --help-all")
-        if options[name].multiple and not isinstance(setting, list):
-            setting = settings[name] = [setting]
-        try:
-            options[name].type_cast_value(ctx, setting)
-        except click.BadParameter as error:
-            raise JobError(f"--config {value}: {name} = {setting!r}: {error.message}") from None
-    ctx.default_map = {options[name].name: setting for name, setting in settings.items()}
+        option.type_cast_value(ctx, value)
+    except click.BadParameter as error:
+        raise JobError(f"{place}{value!r}: {error.message}") from None
 
 
 _OPTIONS = {option.name: option for option in fields(ServerSpec) if option.metadata["cli"] != (None,)}
 _SERVER = all_of(
     click.option("--config", cls=Option, group="Server", metavar="FILE", is_eager=True, expose_value=False,
-                 callback=read_config, help="TOML file with options, named as on the command line: port = 8000."),
+                 callback=read_settings,
+                 help="TOML file of options, such as port = 8000; PREFOLD_SERVE_* variables override it."),
     model_options,
     *(declared(name, option) for name, option in _OPTIONS.items()),
     click.option("--adapter", cls=Option, group="Model", metavar="NAME=FOLDER", multiple=True,

@@ -56,9 +56,9 @@ def verify(
     With --first state or --first question, decisions are also compared with the other order of state and question:
     the number of changed answers, and the largest change of a probability. The two orders are different prompts.
 
-    With --reuse shifted, the prompts of --task generate run one after the other, once with exact rows and once with
-    chunks of text reused at other positions (see docs/serving.md). The change of likely first tokens is compared
-    with the bounds --tolerance and --max-changed.
+    With --reuse shifted, the prompts of --task generate run one after the other. They run once with exact rows, and
+    once with chunks of text reused at other positions (see docs/serving.md). The change of likely first tokens is
+    compared with the bounds --tolerance and --max-changed.
 
     \b
     prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200

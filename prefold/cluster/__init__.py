@@ -1,1 +1,1 @@
-"""Many replicas as one: who gets which work. No torch, and no I/O where a module does not say so."""
+"""Many replicas that act as one engine: the lease book, the router, and replicas of several kinds."""

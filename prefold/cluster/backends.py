@@ -1,7 +1,7 @@
-"""The table of what computes for a job: prefold itself, servers (--url), vLLM, and what others add.
+"""The table of backends: prefold itself, servers (--url), vLLM, and backends of plugins.
 
-An object of `Backend` says what the spec of a job means to it, and makes its replicas. A plugin (--plugin) adds one by
-`BACKENDS["mine"] = MyBackend()`, a distribution by an entry point:
+A `Backend` interprets the spec of a job and creates its replicas. A plugin (--plugin) adds one with `BACKENDS["mine"] =
+MyBackend()`. A distribution adds one with an entry point:
 
     [project.entry-points."prefold.backends"]
     mine = "my_module:MY_BACKEND"
@@ -26,32 +26,41 @@ __all__ = ["BACKENDS", "Backend", "backend_for", "backend_named", "backend_names
 
 
 class Backend:
-    """A Backend computes a job. The base class is the backend of prefold itself, in one process or on Ray.
+    """The system that computes a job. The base class is prefold itself, in one process or on Ray.
 
-    where    where its models are, in words, such as "in vLLM"; "": prefold reads the weights itself
-    takes    the fields of FleetSpec that not every backend has
-    on_ray   whether a replica can be an actor of a Ray cluster
+    Example:
+        Serve a model of your own under `--backend mine`::
+
+            class MyBackend(Backend):
+                where = "in my system"
+
+                def host(self, model, options):
+                    return MyHost(model, **options)  # a subclass of `prefold.cluster.replicas.Host`
+
+            BACKENDS["mine"] = MyBackend()
     """
 
-    where = ""
-    takes: frozenset[str] = frozenset()
-    on_ray = True
+    where = ""  # location of the model, such as "in vLLM"; "": prefold reads the weights itself
+    takes: frozenset[str] = frozenset()  # the fields of FleetSpec that it accepts and other backends may not
+    on_ray = True  # whether a replica can be an actor of a Ray cluster
 
     def refusal(self, spec: JobSpec) -> str:
-        """Return why the backend cannot do a job, naming the option; "" if it can."""
+        """Return why the backend cannot run a job, naming the option; "" if it can."""
         return ""
 
     def tokenizer(self, spec: JobSpec) -> str | None:
-        """Return the name of the tokenizer of a model that is not read here; None: its texts are sent."""
+        """Return the name of the tokenizer of a model whose files are not read here; None: send texts."""
         return spec.fleet.tokenizer
 
     def options(self, spec: JobSpec) -> dict[str, Any]:
-        """Return the options for `host`, which can be pickled. On Ray device, threads and tensor_parallel among them
-        say how many CPUs and GPUs a replica has."""
+        """Return the options for `host`. They can be pickled.
+
+        On Ray, `device`, `threads` and `tensor_parallel` among them determine how many CPUs and GPUs a replica gets.
+        """
         return spec.model.for_job().keywords()
 
     def host(self, model: str, options: Mapping[str, Any]) -> Host:
-        """Return a replica from the inside, in the process that computes."""
+        """Return a host, which runs requests in the process of the replica."""
         from ..llm import LLM
         from .native_host import ReplicaHost, facts_of
 
@@ -67,14 +76,18 @@ class Backend:
         tokenizer: Any,
         notify: Callable[[str], None],
     ) -> Replicas:
-        """Return the replicas of a job without Ray: one in this process. options: those for `host`"""
+        """Return the replicas of a job without Ray: one, in this process.
+
+        Args:
+            options: for `host`
+        """
         from .replicas import Replicas
 
         name = self.where.removeprefix("in ") or "prefold"
         return Replicas({name: lambda: self.host(spec.model_name, options)})
 
 
-# By name: a backend, or where it lies. --url asks for that of its name, --backend for all others.
+# {name: a backend, or its "module:attribute"}. --url selects the backend "url", --backend all others.
 BACKENDS: dict[str, Backend | str] = {
     "prefold": Backend(),
     "url": "prefold.cluster.http_host:SERVERS",
@@ -83,7 +96,7 @@ BACKENDS: dict[str, Backend | str] = {
 
 
 def backend_names() -> list[str]:
-    """Return the names of all backends that are installed."""
+    """Return the names of all installed backends."""
     return list(dict.fromkeys([*BACKENDS, *(entry.name for entry in entry_points(group="prefold.backends"))]))
 
 
@@ -102,7 +115,7 @@ def backend_named(name: str) -> Backend:
 
 
 def backend_for(spec: JobSpec) -> Backend:
-    """Return the backend of a job. Raise SpecError for an unknown one, and for options that it does not take."""
+    """Return the backend of a job. Raise SpecError for an unknown backend, and for options that it does not accept."""
     fleet, on_ray = spec.fleet, spec.fleet.ray is not None
     try:
         backend = backend_named(fleet.backend_name)
@@ -111,11 +124,11 @@ def backend_for(spec: JobSpec) -> Backend:
     if on_ray and not backend.on_ray:
         raise SpecError(f"--ray and {_asking_for(fleet.backend_name)} exclude each other", field="ray")
     if fleet.backend and fleet.urls:
-        raise SpecError("--backend and --url exclude each other: a server computes as it likes", field="backend")
+        raise SpecError("--backend and --url exclude each other: the server chooses how to compute", field="backend")
     for option in ("cache_reuse_shifted", "answers"):
         if (on_ray or backend.where) and option in spec.given:
             flag = option.replace("_", "-")
-            message = f"--{flag} is for one process; leave it out, or --ray, --url and --backend"
+            message = f"--{flag} works only in one process; remove it, or remove --ray, --url and --backend"
             raise SpecError(message, field=option)
     for option in ("backend_option", "tokenizer"):
         if getattr(fleet, option) and option not in backend.takes:
@@ -124,10 +137,10 @@ def backend_for(spec: JobSpec) -> Backend:
     if fleet.replicas and not on_ray:
         raise SpecError("--replicas needs --ray", field="replicas")
     if fleet.ray and Path(fleet.ray).exists():
-        raise SpecError(f"--ray took {fleet.ray} for its address; write --ray behind it", field="ray")
+        raise SpecError(f"--ray reads {fleet.ray} as its address; write --ray after it", field="ray")
     if refusal := backend.refusal(spec):
         raise SpecError(refusal)
-    _ = fleet.backend_options  # raises SpecError for a text that is no option
+    _ = fleet.backend_options  # raises SpecError for an invalid option
     return backend
 
 

@@ -1,9 +1,9 @@
-"""A fleet of replicas: it is an engine, which divides requests among the replicas, and answers each of them once.
+"""A fleet of replicas. It is an engine that divides requests among the replicas and answers each request once.
 
-One thread makes all decisions of a run: the caller's, or that of `lanes.py` for requests that are submitted. A `Fleet`
-knows its replicas; a `FleetRun` is one run, whose lease book is fed by a sorted job, by a stream, by a stream and then
-the job that it begins, or by the streams of submitted requests. Replicas get orders, and send events. Decisions are
-made in `leases.py`, and by the sources `offline.py` and `online.py`.
+One thread makes all decisions of a run: the caller's thread, or the thread of `lanes.py` for submitted requests. A
+`Fleet` has the replicas, and a `FleetRun` is one run. The requests of a run come from a sorted job, from a stream, from
+a stream and the job that it starts, or from submitted requests. Replicas receive orders and send events. The decisions
+are made in `leases.py` and by the sources `offline.py` and `online.py`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,20 @@ from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, Rep
 from .router import Policy
 
 _TICK, _ONLINE_TICK = 0.25, 0.02
-_AT_ONCE = 64  # the most events that are taken before new leases are sent
+_AT_ONCE = 64  # maximum number of events that are handled before new leases are sent
 
 
 class Fleet:
-    """A Fleet runs requests on replicas.
+    """An engine that runs requests on replicas. Raises FleetError with the reasons when no replica is left.
 
-    replicas  the replicas, which compute
-    sharing   how requests share rows
-    row_cost  the cost of a row, by which work is divided
-    policy    chooses the replica of a stream's requests; None: prefold's own
-    window    options of the live window (see `LiveWindow`)
-    patience  a replica that has work, and makes no progress for so many seconds, is killed
-    notify    called with messages for a person: replicas that were lost, or refused
-    media     the table of the requests' images; None: the requests have no images
-    clock     returns the time in seconds, by which runs wait for replicas
-
-    Raises FleetError with the reasons when no replica is left.
+    Args:
+        row_cost: the cost of a row, for dividing work
+        policy: chooses the replica for a stream's requests; None: prefold's own policy
+        window: options of the live window (see `LiveWindow`)
+        patience: seconds without progress after which a replica that has work is killed
+        notify: receives messages for the user: replicas that were lost or refused
+        media: the table of the requests' images; None: the requests have no images
+        clock: returns the time in seconds
     """
 
     def __init__(
@@ -65,14 +62,14 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.media, self.clock = media, clock
-        self.online_tick = _ONLINE_TICK  # seconds for which new requests are taken at a time
+        self.online_tick = _ONLINE_TICK  # seconds for which new requests are accepted at a time
         self.facts = EngineFacts(sharing, divides=True)
         self.replicas = replicas
         self.row_cost = row_cost
         self.stats = Stats()
         self.steals = self.num_moved = self.losses = 0
-        self.re_reported = 0  # how often events of a cache were missing, so that the replica reported anew
-        self.estimated: set[str] = set()  # replicas whose caches are estimated, because they do not report
+        self.re_reported = 0  # how often cache events were missing and the replica reported its whole cache again
+        self.estimated: set[str] = set()  # replicas that do not report their caches, so that these are estimated
         self.counted_apart = False  # whether each replica counted its own unique tokens
         self.policy, self.window = policy, dict(window or {})
         self.patience, self.notify = patience, notify
@@ -81,55 +78,59 @@ class Fleet:
         self._identity: dict[str, str] | None = None
         self._events: SimpleQueue[tuple[str, ReplicaEvent] | None] = SimpleQueue()
         self.numbers = itertools.count(1)
-        # One run at a time. None in place of an event: the run looks for new requests.
+        # Runs one at a time. None in place of an event makes the run look for new requests.
         self.lanes = Lanes(self._run_submitted, lambda: self._events.put(None))
         replicas.start(lambda name, event: self._events.put((name, event)))
 
     @property
     def cache(self) -> None:
-        """Returns None: each replica has a cache of its own."""
+        """Return None: each replica has its own cache."""
 
     @property
     def num_ready(self) -> int:
-        """Returns how many replicas are ready, as of the last event that a run took."""
+        """Return how many replicas are ready, as of the last event that a run handled."""
         return len(self.ready)
 
     def _in_words(self) -> str:
         words = f"{self.num_ready} of {len(self.replicas.names)} at the end"
-        words += f", work was divided anew {self.steals:,} times" if self.steals else ""
+        words += f", work was redistributed {self.steals:,} times" if self.steals else ""
         words += f"; {self.losses:,} were lost, {self.num_moved:,} prompts went to others" if self.losses else ""
         if self.estimated:
             number = "all" if len(self.estimated) == len(self.replicas.names) else f"{len(self.estimated)}"
-            words += f"; what the caches of {number} hold was estimated"
-        words += "; unique tokens are those of each by itself, added up" if self.counted_apart else ""
-        words += f"; events of caches were missing {self.re_reported:,} times" if self.re_reported else ""
+            words += f"; the caches of {number} were estimated"
+        words += "; unique tokens are the sum over replicas" if self.counted_apart else ""
+        words += f"; cache events were missing {self.re_reported:,} times" if self.re_reported else ""
         return words
 
     def count(self, **counts: int) -> None:
-        """Adds to counters, by field of Stats, for requests that a caller answers without a run. For the thread that
-        takes the answers of a run."""
+        """Add to counters, by field of Stats, for requests that the caller answers without a run.
+
+        Only the thread that reads the answers of a run may call this.
+        """
         self.stats += Stats(**counts)
 
     def reset_stats(self) -> Stats:
-        """Sets the counters to zero, and returns what they were."""
+        """Set the counters to zero, and return their values before."""
         self.stats, before = Stats(), self.stats
         return before
 
     def close(self) -> None:
-        """Ends all replicas. Requests that have no answer yet are answered with an error."""
+        """End all replicas. Requests without an answer are answered with an error."""
         self.lanes.close()
         self.replicas.close()
 
     def snapshot(
         self, *, rows: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
     ) -> Snapshot:
-        """Returns the counters, and what became of the replicas, as of the last event that a run took. The KV stores of
-        replicas are not listed."""
+        """Return the counters and the state of the replicas, as of the last event that a run handled.
+
+        The KV stores of replicas are not listed.
+        """
         dtype = next((facts.dtype for facts in self.ready.values()), "")
         return Snapshot(self.stats, is_ready=bool(self.ready), replicas=self._in_words(), dtype=dtype)
 
     def watching(self, on_step: Any = None, **options: Any) -> AbstractContextManager[None]:
-        """Returns a context that does nothing: replicas report the steps of runs alone (see `Engine.run`), and admit
+        """Return a context that does nothing. Replicas report the steps of runs only (see `Engine.run`), and admit
         requests themselves."""
         return nullcontext()
 
@@ -143,14 +144,19 @@ class Fleet:
         text: bool = False,
         share: bool | None = None,
     ) -> None:
-        """Takes requests (see `Engine.submit`). They run when no job does, in the order of their prefixes: for a fleet
-        the owner of a handle makes no difference. `share` overrides the fleet's own sharing with "full" or "off"."""
+        """Accept requests (see `Engine.submit`). They run when no job runs, in the order of their prefixes.
+
+        A fleet ignores the owner of a handle.
+
+        Args:
+            share: overrides the fleet's sharing: True is "full", False is "off"
+        """
         sharing: Sharing = self.facts.sharing if share is None else "full" if share else "off"
         call = RunCall(readout, sharing, text=readout.kind == "tokens" and tokenizer is not None, online=True)
         self.lanes.submit(call, requests, handle, pieces=text and call.text)
 
     def cancel(self, *handles: Handle) -> None:
-        """Gives the requests of handles up: those that no replica has are not computed, and the answers of others are
+        """Cancel the requests of handles. Requests that no replica has are not computed, and answers to the others are
         dropped."""
         self.lanes.cancel(*handles)
 
@@ -166,9 +172,11 @@ class Fleet:
         stopping: Callable[[], bool] | None = None,
         **options: Any,
     ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, answer) of every request of a spool or a stream (see `Engine.run`); for a request that replicas
-        died of, (tag, InputError). Requests that are submitted wait until the run has ended. Other options make no
-        difference for a fleet."""
+        """Yield (tag, answer) of every request of a spool or a stream (see `Engine.run`).
+
+        The answer to a request with which replicas were lost is an InputError. Submitted requests wait until the run
+        has ended. Other options are ignored.
+        """
         text = readout.kind == "tokens" and tokenizer is not None
         call = RunCall(readout, sharing or self.facts.sharing, max_batch_rows, text)
         with self.lanes.waiting(), closing(FleetRun(self, on_step)) as run:
@@ -191,13 +199,14 @@ class Fleet:
             return None
 
     def meet(self, name: str, facts: ReplicaFacts) -> bool:
-        """Accepts a ready replica; returns False for a replica that would give other results than the others."""
+        """Accept a ready replica. Return False for a replica whose results would differ from the other replicas'
+        results."""
         if self._identity is None:
             self._identity = facts.identity
         different = [key for key, value in facts.identity.items() if self._identity.get(key) != value]
         if different:
             words = ", ".join(f"{key} {facts.identity[key]} (others: {self._identity.get(key)})" for key in different)
-            self.leave(name, f"refused, for it has {words}", returns=False)
+            self.leave(name, f"refused, because it has {words}", returns=False)
             self.replicas.kill(name)
             return False
         self._absent_reasons.pop(name, None)
@@ -205,20 +214,20 @@ class Fleet:
         return True
 
     def leave(self, name: str, reason: str, *, returns: bool, died: bool = True) -> None:
-        """Records that a replica is gone; it counts as lost if it has died, or does not come back."""
+        """Record that a replica is gone. It counts as lost if it has died or does not come back."""
         is_back = returns and not died
         self.losses += self.ready.pop(name, None) is not None and not is_back
         if is_back:
-            self.notify(f"{name} runs, but what passed between was lost: {reason}; what it had is sent again")
+            self.notify(f"{name} runs, but messages to or from it were lost: {reason}; its requests are sent again")
         elif self._absent_reasons.get(name) != reason:
-            note = "; it is started anew" if returns else ""
+            note = "; it is restarted" if returns else ""
             self.notify(f"{name} is lost: {reason}{note}")
         if not returns:
             self._absent_reasons[name] = reason
 
     @property
     def expected(self) -> list[str]:
-        """Returns the replicas that are ready or may become so."""
+        """Return the replicas that are ready or may become ready."""
         return [name for name in self.replicas.names if name not in self._absent_reasons]
 
     def check_alive(self) -> None:
@@ -229,30 +238,23 @@ class Fleet:
 
 @dataclass(slots=True)
 class _Work:
-    """A _Work counts the work of a replica in this run.
+    """The work of a replica in this run."""
 
-    reported_rows  rows that it reported; only of outputs if the run itself counts rows of prompts
-    answered_rows  how many of these rows were for requests that it has answered
-    drawn_tokens   tokens that it drew
-    kept_tokens    how many of these tokens are in answers
-    measured_at    when its steps were measured last
-    call           how the requests of its last lease run
-    """
-
-    reported_rows: int = 0
-    answered_rows: int = 0
-    drawn_tokens: int = 0
-    kept_tokens: int = 0
-    measured_at: float = 0.0
-    call: RunCall | None = None
+    reported_rows: int = 0  # rows that it reported; only rows of outputs if the run itself counts rows of prompts
+    answered_rows: int = 0  # the part of these rows that belongs to requests that it has answered
+    drawn_tokens: int = 0  # tokens that it generated
+    kept_tokens: int = 0  # the part of these tokens that is in answers
+    measured_at: float = 0.0  # when its steps were measured last
+    call: RunCall | None = None  # of its last lease
 
 
 class FleetRun:
-    """A FleetRun runs a job, a stream, or submitted requests on a fleet.
+    """A run of a job, a stream, or submitted requests on a fleet.
 
     `answers` yields the answers, and `close` ends the run on the replicas.
 
-    lanes  has the streams of submitted requests, which come and go
+    Args:
+        lanes: the streams of submitted requests; None for a job or a stream
     """
 
     def __init__(self, fleet: Fleet, on_step: Callable[[StepInfo], None] | None = None, lanes: Lanes | None = None):
@@ -260,24 +262,24 @@ class FleetRun:
         self.book = LeaseBook(numbers=fleet.numbers, patience=fleet.patience)
         self.offline: OfflineSource | None = None
         self.online: dict[RunCall, OnlineSource] = {}
-        self._inputs: dict[RunCall, LiveInput] = {}  # those that are not over
+        self._inputs: dict[RunCall, LiveInput] = {}  # streams that have not ended
         self._work: dict[str, _Work] = {}
         self._pictures = None if fleet.media is None else fleet.media.for_replicas()
-        self._killed: set[str] = set()  # replicas that hung, before their `ReplicaLost` comes
-        # Whether the run itself counts unique rows of prompts; replicas do when not all prompts are known beforehand.
+        self._killed: set[str] = set()  # replicas that hung, until their `ReplicaLost` arrives
+        # Whether the run itself counts unique rows of prompts. Replicas count them if not all prompts are known.
         self._counts_rows = False
-        self._generates = False  # whether the job does
-        self._counted_rows = False  # whether a replica has counted rows: servers and vLLM do not
+        self._generates = False  # whether the job generates text
+        self._counted_rows = False  # whether a replica has counted rows; servers and vLLM do not
         self._warm_start: Spool | None = None  # the prompts that run before all are known
 
     def add_job(self, windows: Windows, call: RunCall) -> None:
-        """Adds the requests of a sorted job."""
+        """Add the requests of a sorted job."""
         self._counts_rows, self._generates = True, call.readout.kind == "tokens"
         self.offline = offline_source(windows, call, self.fleet.row_cost, self.fleet.expected)
         self.book.add(self.offline, self.fleet.clock())
 
     def add_stream(self, source: LiveInput, call: RunCall) -> None:
-        """Adds the requests of a stream, with the job that follows it."""
+        """Add the requests of a stream, and of the job that may follow it."""
         is_warm_start = source.rest is not None
         if is_warm_start:
             self._counts_rows, self._generates = True, call.readout.kind == "tokens"
@@ -293,7 +295,7 @@ class FleetRun:
         self._note_estimated()
 
     def answers(self, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, answer) of every request, once."""
+        """Yield (tag, answer) of every request, once."""
         fleet = self.fleet
         for name in [] if self._is_done else list(fleet.ready):
             self._join(name)
@@ -311,7 +313,7 @@ class FleetRun:
 
     @property
     def _pause(self) -> float:
-        """Returns the seconds after which leases are sent even if no event comes."""
+        """Return after how many seconds leases are sent even if no event arrives."""
         if not self._inputs and self._lanes is None:
             return _TICK
         has_come = (
@@ -320,7 +322,7 @@ class FleetRun:
         return 0.0 if any(has_come) else self.fleet.online_tick
 
     def close(self) -> None:
-        """Ends the run on its replicas, and adds its counts to the fleet's."""
+        """End the run on its replicas, and add its counts to the fleet's counts."""
         fleet = self.fleet
         for name in self._work.keys() & fleet.ready.keys():
             fleet.replicas.order(name, "end")
@@ -333,7 +335,7 @@ class FleetRun:
             self._warm_start.close()
 
     def _unique_rows(self) -> int:
-        """Returns how many rows of one stream all prompts of the run make together."""
+        """Return how many rows all prompts of the run would have in one stream."""
         if self._warm_start is None or not self._warm_start.num_requests:
             return 0 if self.offline is None else self.offline.num_rows
         return unique_tokens([self._warm_start.order(), *([] if self.offline is None else [self.offline.order])])
@@ -362,21 +364,21 @@ class FleetRun:
             order(lease.replica, "give", windows)
 
     def _begin(self, name: str, call: RunCall | None) -> None:
-        """Begins a replica's run of requests of this call, if its last requests were of another one."""
+        """Start a replica's run of requests of this call, unless its last requests were of the same call."""
         work = self._work[name]
         if work.call != call:
             work.call = call
             self.fleet.replicas.order(name, "begin", call)
             if self._pictures is not None:
-                self._pictures.lose(name)  # a replica that begins holds none
+                self._pictures.lose(name)  # a new run starts without images
 
     def _take_in(self, source: LiveInput, call: RunCall) -> None:
-        """Moves new requests into the live window; at the end of the input, divides the rest of the job."""
+        """Move new requests into the live window. At the end of the input, add the rest of the job."""
         online, feed = self.online[call], source.feed
         if source.rest is not None:
             feed.bound = online.room()
         now = self.fleet.clock()
-        until = now + self.fleet.online_tick  # no longer, because events of replicas wait meanwhile
+        until = now + self.fleet.online_tick  # events of replicas wait meanwhile
         while not online.is_full and not feed.is_over and self.fleet.clock() < until:
             if (prompts := feed.take()) is None:
                 break
@@ -391,7 +393,7 @@ class FleetRun:
             if source.rest is not None:
                 self.add_job(source.rest(), call)
         elif self._lanes is not None and self.book.is_idle(online):
-            del self._inputs[call], self.online[call]  # until further requests of its call come
+            del self._inputs[call], self.online[call]  # added again with the next requests of this call
             self.book.remove(online)
 
     # ------------------------------------------------------------------------------------------------ events
@@ -411,17 +413,19 @@ class FleetRun:
         else:
             yield from self._take_report(name, event)
             if event.failure is not None:
-                fleet.notify(f"{name} has failed: {in_words(event.failure)}")
+                fleet.notify(f"{name} failed: {in_words(event.failure)}")
                 fleet.replicas.kill(name)
 
     def _refuse(self, name: str, failure: InputError | JobError) -> Iterator[tuple[bytes, Any]]:
-        """Answers the submitted requests of the call that a replica runs with an error, which any replica would raise
-        for them; other submitted requests go on. Raises the error of a job."""
+        """Answer the submitted requests of a replica's call with an error that any replica would raise for them.
+
+        Other submitted requests continue. For a job, raise the error.
+        """
         if self._lanes is None:
             raise failure
         work = self._work.get(name)
         if work is None or work.call is None:
-            return  # these requests have been answered with such an error
+            return  # these requests have been answered already
         self._lanes.fail(failure, work.call)
         work.call = None
         self.fleet.replicas.order(name, "end")
@@ -448,7 +452,7 @@ class FleetRun:
                 yield tag, answer
 
     def _tell_router(self, name: str, report: ReplicaReport, now: float) -> None:
-        """Records a replica's progress and speed, and tells the router of its cache's events."""
+        """Record a replica's progress and speed, and pass its cache events to the router."""
         if report.shows_progress:
             self.book.note_progress(name, now)
         call = self._work[name].call
@@ -470,12 +474,12 @@ class FleetRun:
     def _join(self, name: str) -> None:
         fleet, now = self.fleet, self.fleet.clock()
         self._work[name] = _Work(measured_at=now)
-        fleet.replicas.order(name, "end")  # a replica that is back may have requests
+        fleet.replicas.order(name, "end")  # a replica that is back may still have requests
         self.book.join(name, fleet.ready[name], now)
         self._note_estimated()
 
     def _note_estimated(self) -> None:
-        """Records the replicas whose caches are estimated, because they do not report."""
+        """Record the replicas whose caches are estimated because they do not report them."""
         if any(call.in_slots for call in self.online):
             ready = self.fleet.ready
             self.fleet.estimated |= {name for name in self._work if name in ready and not ready[name].reports_cache}
@@ -486,21 +490,24 @@ class FleetRun:
         if self._pictures is not None:
             self._pictures.lose(name)
         for tag in self.book.lose(name, died=loss.died):
-            message = f"replicas were lost while they worked on it, the last one on it alone: {loss.reason}"
-            remedy = "see what is unusual about the record, or run it again by itself"
+            message = f"replicas were lost while they ran this record, the last one ran it alone: {loss.reason}"
+            remedy = "check what is unusual about the record, or run it again by itself"
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
     def _kill_hung(self) -> None:
         for name in self.book.hung(self.fleet.clock()):
             if name not in self._killed:
                 self._killed.add(name)
-                self.fleet.notify(f"{name} has done nothing for {self.fleet.patience:.0f} s and is killed")
+                self.fleet.notify(f"{name} made no progress for {self.fleet.patience:.0f} s and is killed")
                 self.fleet.replicas.kill(name)
 
     # ------------------------------------------------------------------------------------------------ counting
 
     def _count(self, name: str, report: ReplicaReport) -> None:
-        """Adds a replica's counters to the fleet's. Prompts are counted when they are answered: some run twice."""
+        """Add a replica's counters to the fleet's counters.
+
+        Prompts are counted when they are answered, because some run twice.
+        """
         if report.stats is None:
             return
         stats, generation = self.fleet.stats, report.stats.generation
@@ -531,7 +538,7 @@ class FleetRun:
         work.answered_rows += 0 if self._counts_rows else tokens - (answer[0].cached_tokens or 0)
 
     def _count_loss(self, work: _Work | None) -> None:
-        """Counts the rows of unanswered requests of a lost replica as recomputed."""
+        """Count the rows of a lost replica's unanswered requests as recomputed."""
         if work is None or not self._counted_rows or (self._counts_rows and not self._generates):
             return
         unanswered_rows = max(0, work.reported_rows - work.answered_rows)
@@ -543,5 +550,6 @@ class FleetRun:
 
 
 def _output_rows(sample: Generated) -> int:
-    """Returns the rows of an output: its last token has a row only if the end of the text was drawn after it."""
+    """Return the number of rows of an output. Its last token has a row only if the end of the text was drawn after
+    it."""
     return len(sample.tokens) - (sample.finish_reason == "length" and len(sample.tokens) > 0)

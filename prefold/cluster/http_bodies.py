@@ -1,6 +1,5 @@
-"""Requests as bodies of OpenAI's API, what servers answer as results, and what stands here for the model of a server:
-the tasks need its name, a tokenizer, and no weights.
-"""
+"""Requests as bodies of OpenAI's API, responses of servers as results, and a stand-in for the checkpoint of a server's
+model. The tasks need the model's name and a tokenizer, but no weights."""
 
 from __future__ import annotations
 
@@ -24,28 +23,28 @@ from ..wire.numbers import Embeddings
 from ..wire.tei import TeiEmbed
 from .replicas import cannot_ask, generation_stats
 
-# What a text begins with that stands for a conversation: the rest of it is JSON {"messages": ...}. The chat template of
-# a model that is known by its server only writes such texts.
+# The start of a text that stands for a conversation. The rest of the text is JSON {"messages": ...}. The stand-in chat
+# template of a model on a server writes such texts.
 MESSAGES = "\x00messages\x00"
-_NOT_KNOWN = -1  # the id of a generated token that the server does not name
+_NOT_KNOWN = -1  # the id of a generated token whose id the server does not send
 
-# What differs between servers: the fields of Sampling that are sent to every server, those that OpenAI has no name for
-# (most other servers know them), and those that are sent if they are not the default. Bodies have them by these names.
+# Fields of Sampling, which bodies have under the same names: fields for every server; fields that OpenAI's API lacks
+# and most other servers have; fields that are sent if they are not the default.
 _ALWAYS, NOT_OPENAIS, _WHERE_SET = sent_names("openai"), sent_names("vllm"), sent_names("set")
 _DEFAULTS = {f.name: f.default for f in fields(Sampling)}
 
 
 class RowError(InputError):
-    """A RowError is raised when a server refuses a request, or fails on it."""
+    """Raised if a server refuses a request or fails on it."""
 
     def __init__(self, server: str, status: int, words: str):
         message = f"{server} answered {status}: {words}" if status else f"{server}: {words}"
-        super().__init__(message, remedy="see what the server says", code=f"http_{status}" if status else "no_answer")
+        super().__init__(message, remedy="see the server's message", code=f"http_{status}" if status else "no_answer")
         self.status = status
 
     @property
     def is_about_form(self) -> bool:
-        """Returns whether the server may have refused the form of the request: token ids, or a field."""
+        """Return whether the server may have refused the form of the request: token ids, or a field."""
         return self.status in (400, 422)
 
     def __reduce__(self) -> Any:
@@ -61,12 +60,17 @@ def generation_body(
     context: int | None = None,
     knows_all: bool = True,
 ) -> tuple[str, Body]:
-    """Returns (path, body) of a request to be continued. Raises InputError for what no server can be asked for, and for
-    a prompt without max_tokens where it is not known how many tokens fit behind it.
+    """Return (path, body) of a request for text.
 
-    text_of    makes text of token ids; None: they are sent as they are
-    context    of the model, in tokens such as the request's; None: not known, or the request's tokens are others
-    knows_all  whether the server knows NOT_OPENAIS; if not, they are sent only where they are not the default
+    Raise InputError for options that no server has, and for a prompt without max_tokens if the context's length is
+    unknown.
+
+    Args:
+        text_of: converts token ids to text; None: ids are sent
+        context: length of the model's context, in tokens like the request's; None: unknown, or the request's tokens are
+            not the model's
+        knows_all: whether the server has the options NOT_OPENAIS; if not, they are sent only if they are not the
+            default
     """
     sampling = request.sampling or Sampling()
     _check([request], sampling, with_text)
@@ -74,7 +78,7 @@ def generation_body(
     values = {name: getattr(sampling, name) for name in (*_ALWAYS, *NOT_OPENAIS, *_WHERE_SET)}
     values = {name: value for name, value in values.items() if name in always or value != _DEFAULTS[name]}
     if values.get("top_k") == 0:
-        values["top_k"] = -1  # which means all tokens everywhere; some servers refuse 0
+        values["top_k"] = -1  # all tokens; some servers refuse 0
     shared: dict[str, Any] = values | {
         "model": request.namespace.adapter or model,
         "max_tokens": sampling.max_tokens,
@@ -86,7 +90,7 @@ def generation_body(
     }
     text = None if text_of is None else text_of(request.tokens)
     if text is not None and text.startswith(MESSAGES):
-        # Without max_tokens a conversation is answered until the context is full.
+        # Without max_tokens, servers generate in a conversation until the context is full.
         return "/v1/chat/completions", Chat(**shared, **_conversation(text))
     if sampling.max_tokens is None:
         shared["max_tokens"] = _room(request, context)
@@ -101,32 +105,39 @@ def _response_format(grammar: Grammar | None) -> dict[str, Any] | None:
 
 
 def _room(request: Request, context: int | None) -> int:
-    """Returns how many tokens fit behind a prompt; without a limit a server would generate 16. Raises InputError."""
+    """Return how many tokens fit after the prompt. Raise InputError if the prompt is too long or the context is
+    unknown.
+
+    Without a limit a server would generate 16 tokens.
+    """
     if context is None:
-        message = "how many tokens fit behind the prompt is not known here, and a server would stop after 16"
-        remedy = "give max_tokens (--max-tokens), or the model's tokenizer (--tokenizer) beside its config.json"
+        message = "the length of the model's context is unknown, and without max_tokens a server stops after 16 tokens"
+        remedy = "give max_tokens (--max-tokens), or a folder with the tokenizer and config.json (--tokenizer)"
         raise InputError(message, field="max_tokens", remedy=remedy, code="missing_option")
     if len(request.tokens) >= context:
-        message = f"the prompt has {len(request.tokens)} tokens, the context of the server's model {context}"
+        message = f"the prompt has {len(request.tokens)} tokens, the context of the server's model is {context}"
         raise InputError(message, field="prompt", remedy="shorten it", code="too_long")
     return context - len(request.tokens)
 
 
 def _conversation(text: str) -> dict[str, Any]:
-    """Returns the fields of a text that stands for a conversation. Raises InputError for another text with the same
-    beginning, whose content must not become fields of the body."""
+    """Return the fields of a text that stands for a conversation.
+
+    Raise InputError for another text with the same start, because its content must not become fields of the body.
+    """
     try:
         conversation = json.loads(text.removeprefix(MESSAGES))
     except (ValueError, RecursionError):
         conversation = None
     if not isinstance(conversation, dict) or not {"messages"} <= conversation.keys() <= {"messages", "tools"}:
-        message = f"the prompt begins with {MESSAGES!r}, as conversations do on their way to a server, and is none"
-        raise InputError(message, field="prompt", remedy="leave that out")
+        message = f"the prompt begins with {MESSAGES!r}, which is reserved for conversations that are sent to a server"
+        raise InputError(message, field="prompt", remedy="remove it")
     return conversation
 
 
 def _check(requests: Sequence[Request], asks: Sampling | Readout, with_text: bool = True) -> None:
-    """Raises InputError for options that no server has: images, and exits, routes and tokens of `asks`."""
+    """Raise InputError for images, and for options of `asks` that no server has, such as exits, routes and bare
+    tokens."""
     for request in requests:
         if len(request.tokens) and int(request.tokens.max()) >= MEDIA_BASE:
             raise _lacks("image")
@@ -147,7 +158,7 @@ def _lacks(part: str) -> InputError:
 
 
 def generated_of(answer: Any) -> tuple[list[Generated], Stats]:
-    """Returns (the samples of a response, in order, its `usage`)."""
+    """Return (the samples of a response in order, its `usage`)."""
     usage = answer.get("usage") or {}
     cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
@@ -164,8 +175,11 @@ def generated_of(answer: Any) -> tuple[list[Generated], Stats]:
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
-    """Returns the text of a message. Function calls that the server has taken out of it are put back, in the form of
-    Qwen's and Hermes' templates, so that readers find them there for any server."""
+    """Return the text of a message.
+
+    Function calls that the server has taken out are put back in the form of Qwen's and Hermes' templates. Readers then
+    find them there for any server.
+    """
     parts = [message["content"]] if message.get("content") else []
     for call in message.get("tool_calls") or ():
         function = call["function"]
@@ -181,8 +195,11 @@ def _text_of(message: Mapping[str, Any]) -> str:
 def embedding_bodies(
     requests: Sequence[Request], readout: Readout, model: str, text_of: Callable[[np.ndarray], str] | None
 ) -> list[tuple[str, Body]]:
-    """Returns (path, body) for the vectors of prompts of one adapter: OpenAI's, and TEI's for a server without it,
-    which has no adapters."""
+    """Return (path, body) for the embeddings of prompts of one adapter.
+
+    The first is OpenAI's API. For texts without an adapter, TEI's API follows as a fallback, because TEI has no
+    adapters.
+    """
     _check(requests, readout)
     adapter = requests[0].namespace.adapter
     assert all(request.namespace.adapter == adapter for request in requests)
@@ -196,7 +213,7 @@ def embedding_bodies(
 
 
 def embeddings_of(answer: Any, count: int) -> list[Result]:
-    """Returns the vectors of a response, in order."""
+    """Return the embeddings of a response in order."""
     if isinstance(answer, dict):
         answer = [entry["embedding"] for entry in sorted(answer["data"], key=lambda entry: entry["index"])]
     if len(answer) != count:
@@ -205,8 +222,10 @@ def embeddings_of(answer: Any, count: int) -> list[Result]:
 
 
 def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple[str, Body]]:
-    """Returns (path, body) of completions in vLLM's form whose prompts' log-probabilities answer a request: one
-    completion for targets, whose prompt ends with the last target; for logits one for each id."""
+    """Return (path, body) of completions in vLLM's form. Their prompt log-probabilities answer a request.
+
+    For targets there is one completion, whose prompt ends with the last target. For logits there is one per id.
+    """
     _check([request], readout)
     if readout.kind == "logits":
         ends: Sequence[int] = readout.ids
@@ -217,7 +236,7 @@ def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple
             or request.tokens[len(request.tokens) - len(targets) + 1 :].tolist() != targets[:-1].tolist()
         ):
             raise InputError(
-                "a server reads only targets that follow in the prompt", field="targets", code="unsupported"
+                "a server can score only targets that continue the prompt", field="targets", code="unsupported"
             )
         ends = [int(targets[-1])]
     shared: dict[str, Any] = {"model": request.namespace.adapter or model, "cache_salt": request.namespace.salt or None}
@@ -227,10 +246,10 @@ def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple
 
 
 def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> Result:
-    """Returns the Result of a request from the answers to its `logprob_bodies`.
+    """Return the Result of a request from the answers to its `logprob_bodies`.
 
-    In place of logits these are log-probabilities, which differ from them by the same number for all ids. Raises
-    RowError where a server does not give log-probabilities of prompts.
+    In place of logits these are log-probabilities, which differ from the logits by a constant. Raise RowError if a
+    server does not return log-probabilities of prompts.
     """
     ends = readout.ids if readout.kind == "logits" else None
     count = 1 if ends is not None or request.targets is None else len(request.targets)
@@ -238,7 +257,7 @@ def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> R
     for number, answer in enumerate(answers):
         logprobs = answer["choices"][0].get("prompt_logprobs")
         if logprobs is None:
-            raise RowError("the server", 200, "it gives no log-probabilities of prompts (vLLM and prefold serve do)")
+            raise RowError("the server", 200, "no log-probabilities of the prompt (vLLM and prefold serve send them)")
         targets = [ends[number]] if ends is not None else request.targets.tolist()  # type: ignore[union-attr]
         for target, entry in zip(targets, logprobs[-count:], strict=True):
             values.append(entry[str(target)]["logprob"])
@@ -250,8 +269,8 @@ def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> R
 
 
 def contexts_of(response: Any) -> dict[str, int | None]:
-    """Returns {name: tokens of its context, or None} of the models in the response of /v1/models; an empty dict if a
-    server lacks that path."""
+    """Return {name: tokens of its context, or None} of the models in a response of /v1/models; {} if the server lacks
+    that path."""
     try:
         models = response.json()["data"] if response.status_code < 300 else []
         lengths = ((str(model["id"]), model.get("max_model_len")) for model in models)
@@ -260,52 +279,53 @@ def contexts_of(response: Any) -> dict[str, int | None]:
         return {}
 
 
-# What the tasks ask of a model's config. Whether a prompt is too long, the server decides.
+# A stand-in config for the tasks. The server decides whether a prompt is too long.
 _ANY: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1 << 20, "num_hidden_layers": 1,
     "num_attention_heads": 1, "head_dim": 64, "intermediate_size": 1, "vocab_size": 1 << 24,
     "max_position_embeddings": (1 << 31) - 1, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-# What a conversation is written as, for the server to write in its model's own template.
+# Writes a conversation as JSON; the server applies its model's own template.
 _TEMPLATE = MESSAGES + "{{ ({'messages': messages, 'tools': tools} if tools else {'messages': messages}) | tojson }}"
 
 
 def remote_model(
     model: str, tokenizer: str | None, over: str = "over HTTP", notify: Callable[[str], None] = lambda line: None
 ) -> tuple[Checkpoint, Tokenizer]:
-    """Returns (checkpoint, tokenizer) for a model on a server, or in vLLM.
+    """Return (checkpoint, tokenizer) for a model on a server or in vLLM.
 
-    model      its name there; also its folder, where there is one of that name
-    over       where it is, in words
-    tokenizer  a folder, hub id or built-in name with the tokenizer; None: that of a folder `model`, else texts are sent
+    Without a tokenizer, prompts are texts and each byte counts as a token, so prompts are sorted by their bytes.
 
-    Where prompts are texts, a token is a byte of them, so that they are sorted by their bytes.
+    Args:
+        model: its name on the server, or a folder
+        over: location of the model, for its description
+        tokenizer: a folder, hub id or built-in name; None: the tokenizer of the folder `model`, else texts are sent
     """
     folder = tokenizer or (model if Path(model).is_dir() else None)
     if folder is None:
         return Checkpoint.dummy(_ANY, name=f"{model} {over}", path=None), _bytes()
-    # The one file of a built-in model holds its tokenizer; of others no weights are needed.
+    # A built-in model has its tokenizer in its only file. For other models no weights are read.
     checkpoint = resolve(folder, load_format="auto" if folder in BUILT_IN else "dummy", notify=notify)
     own_tokenizer = tokenizer_or_none(checkpoint)
     if own_tokenizer is None and tokenizer:
-        raise CheckpointError(f"{tokenizer} has no tokenizer; leave --tokenizer out, and texts are sent")
+        raise CheckpointError(f"{tokenizer} has no tokenizer; remove --tokenizer to send texts")
     values = {name: checkpoint.config[name] for name in ("max_position_embeddings",) if checkpoint.config.get(name)}
     return Checkpoint.dummy(_ANY | values, name=f"{model} {over}", path=checkpoint.path), own_tokenizer or _bytes()
 
 
 def context_of(checkpoint: Checkpoint) -> int | None:
-    """Returns the tokens of the context of a remote model's checkpoint, or None."""
+    """Return the context length of a remote model's checkpoint in tokens, or None if it is unknown."""
     length: int = checkpoint.config["max_position_embeddings"]
     return None if length == _ANY["max_position_embeddings"] else length
 
 
 def is_of_bytes(tokenizer: Tokenizer) -> bool:
-    """Returns whether a tokenizer's ids are bytes instead of the model's tokens."""
+    """Return whether a tokenizer's ids are bytes instead of the model's tokens."""
     return tokenizer.chat_templates.templates.get("default") == _TEMPLATE
 
 
 def _bytes() -> Tokenizer:
-    """Returns a tokenizer whose tokens are the bytes of a text."""
+    """Return a tokenizer whose tokens are the bytes of a text."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 

@@ -1,7 +1,9 @@
-"""Replicas that are servers: any that speaks OpenAI's API (vLLM, SGLang, prefold serve, ...), or TEI. Generated text
-comes from /v1/completions or /v1/chat/completions, embeddings from /v1/embeddings or TEI's /embed, and
-log-probabilities of targets from /v1/completions in vLLM's form. This module connects to a server, bounds the load, and
-retries."""
+"""Replicas that are servers, of any kind that has OpenAI's API (vLLM, SGLang, prefold serve, ...) or TEI's API.
+
+Text comes from /v1/completions or /v1/chat/completions, embeddings from /v1/embeddings or TEI's /embed, and
+log-probabilities of targets from /v1/completions in vLLM's form. This module connects to a server, bounds its load, and
+retries.
+"""
 
 from __future__ import annotations
 
@@ -48,70 +50,60 @@ try:
 except ImportError:
     raise MissingExtraError("httpx", "http", "a server as a replica") from None
 
-_ATTEMPTS = 5  # of a request that times out, or whose connection is torn, or that a server fails on
+_ATTEMPTS = 5  # for a request that times out, loses its connection, or makes the server fail
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
-_FIRST_CAP = 8  # requests in flight to begin with
-_LOOK = 10.0  # seconds that a connection, and what it says of itself, may take
+_FIRST_CAP = 8  # requests in flight at the start
+_LOOK = 10.0  # timeout in seconds for connecting, /v1/models and /metrics
 _REFUSALS = {
-    401: f"the key was refused ({API_KEY} holds it)",
-    403: "the server refuses to answer",  # a key that may not, or a name that the server does not know itself by
+    401: f"the API key was refused (it is read from {API_KEY})",
+    403: "the server refuses to answer",  # the key lacks a permission, or the server does not know its host name
     404: "there is no such model or path",
 }
 _LOGPROBS = ("logprobs", "logits")  # kinds of Readout
-_BATCH = 16  # prompts of one request for embeddings
-_LONGEST_ANSWER = 10  # times the patience
-_TICK = 0.1  # seconds after which a host that is being made looks whether its replica is still wanted
+_BATCH = 16  # prompts in one request for embeddings
+_LONGEST_ANSWER = 10  # default timeout of an answer, in multiples of the patience
+_TICK = 0.1  # seconds between two checks whether a replica that is being connected is still needed
 
 TextOf = Callable[[Any], str]
 
 
 @dataclass(slots=True)
 class ServedModel:
-    """A ServedModel holds the options of a job's servers, and the facts that all of them share.
+    """The options of a job's servers, and the facts that all of them share."""
 
-    model         its name there
-    tokenizer     turns token ids into text for a server that takes no ids
-    takes_ids     whether the token ids of requests are those of the model
-    context       of the model as its files say, in tokens; None: not known. A server may say a smaller one
-    most          requests in flight at a server
-    patience      seconds for which a server that cannot be reached is asked again, and a request that fails is sent
-                  again
-    timeout       seconds that an answer may take, of a server that makes progress; None: ten times the patience
-    unanswered    seconds for which servers are asked if none has ever answered
-    looks         looks at a server's counters within the patience
-    notify        called with what a person should know of a server
-    has_answered  whether any server has ever answered
-    """
-
-    model: str
-    tokenizer: Tokenizer | None
-    takes_ids: bool = True
-    context: int | None = None
-    most: int = 256
-    patience: float = 300.0
-    timeout: float | None = None
-    unanswered: float = 15.0
-    looks: int = 4
-    notify: Callable[[str], None] = lambda line: None
-    has_answered: bool = False
+    model: str  # its name on the servers
+    tokenizer: Tokenizer | None  # converts token ids to text for a server that accepts no ids
+    takes_ids: bool = True  # whether the token ids of requests are the model's ids
+    context: int | None = (
+        None  # the context's length in tokens by the model's files, if known; a server may report less
+    )
+    most: int = 256  # maximum number of requests in flight per server
+    patience: float = 300.0  # seconds for which an unreachable server, or a failing request, is tried again
+    timeout: float | None = None  # seconds for an answer of a server that makes progress; None: ten times the patience
+    unanswered: float = 15.0  # the patience while no server has ever answered
+    looks: int = 4  # how often a server's counters are read within the patience
+    notify: Callable[[str], None] = lambda line: None  # receives messages for the user
+    has_answered: bool = False  # whether any server has ever answered
 
 
 class HttpHost(AsyncHost):
-    """An HttpHost sends requests to one server. The server makes progress when it answers, and when its token counters
-    at /metrics grow.
+    """A host that sends requests to one server. Raises ReplicaDown with the reason if the server cannot be used.
 
-    stopping  whether the replica is not wanted any more
+    The server makes progress when it answers, and when its token counters at /metrics grow. An unreachable server is
+    tried again for the patience, or for a shorter time if no server has ever answered.
 
-    It asks again for the model's patience where the server cannot be reached, for less where no server has ever
-    answered. Raises ReplicaDown, with the reason, where that does not help.
+    Args:
+        stopping: returns whether the replica is no longer needed
     """
 
     def __init__(self, url: str, model: ServedModel, stopping: Callable[[], bool] = lambda: False):
         super().__init__("prefold-http")
         self._url, self._o = url, model
-        self._takes_ids = None if model.takes_ids else False  # whether the server takes them; None: it was not asked
-        self._knows_all = True  # whether it takes sampling options that OpenAI has no name for, as far as is known
-        self._cap = float(min(_FIRST_CAP, model.most))  # requests in flight: more after successes, half after overload
+        self._takes_ids = (
+            None if model.takes_ids else False
+        )  # whether the server accepts token ids; None: not tried yet
+        self._knows_all = True  # False after the server refused sampling options that OpenAI's API lacks
+        self._cap = float(min(_FIRST_CAP, model.most))  # requests in flight; grows with successes, halves on overload
         self._paused_until = 0.0
         self.facts = ReplicaFacts(
             max_running=model.most,
@@ -127,8 +119,8 @@ class HttpHost(AsyncHost):
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout, connect=_LOOK),
             limits=httpx.Limits(max_connections=None),
-            trust_env=not is_loopback(url),  # the environment's proxies
-            verify=httpx.create_ssl_context(),  # of the environment in any case
+            trust_env=not is_loopback(url),  # use the environment's proxies
+            verify=httpx.create_ssl_context(),  # use the environment's certificates in any case
         )
         proxy = proxy_of(url)
         self._way = f" through the proxy {proxy}" if proxy else ""
@@ -150,14 +142,12 @@ class HttpHost(AsyncHost):
         await self._client.aclose()
 
     async def _meet(self) -> tuple[str, int | None]:
-        """Returns the model's name on the server, and the tokens of its context, None where they are not known."""
+        """Return (the model's name on the server, the length of its context in tokens or None if it is unknown)."""
         name, contexts = self._o.model, contexts_of(await self._first_answer())
         if name not in contexts and served_name(name) in contexts:
             name = served_name(name)
         if contexts and name not in contexts:
-            raise ReplicaDown(
-                f"it has no model {name!r}; those it has: {', '.join(contexts)}; name one with -m", returns=False
-            )
+            raise ReplicaDown(f"it has no model {name!r}; use -m with one of: {', '.join(contexts)}", returns=False)
         lengths = [length for length in (self._o.context, contexts.get(name)) if length is not None]
         return name, min(lengths, default=None) if self._o.takes_ids else None
 
@@ -180,13 +170,14 @@ class HttpHost(AsyncHost):
             if seconds_left < 0:
                 raise ReplicaDown(reason, returns=False)
             if not is_told:
-                self._o.notify(f"{self._url}: {reason}; it is asked again for {longest:.0f} s")
+                self._o.notify(f"{self._url}: {reason}; retrying for {longest:.0f} s")
                 is_told = True
             await asyncio.sleep(_jittered(pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _watch(self) -> None:
-        """Says that the server makes progress while it answers nothing, as long outputs take their time."""
+        """Report progress while the server's token counters grow, because long outputs may take longer than the
+        patience."""
         before: list[str] = []
         while True:
             now = await self._counters() if self._tasks else []
@@ -198,7 +189,7 @@ class HttpHost(AsyncHost):
             await asyncio.sleep(self._o.patience / self._o.looks)
 
     async def _counters(self) -> list[str]:
-        """Returns what the server counts of tokens, as Prometheus is told of it; nothing where it does not tell."""
+        """Return the server's Prometheus lines with token counts; [] if it has none."""
         try:
             response = await self._client.get("/metrics", timeout=_LOOK)
         except httpx.HTTPError:
@@ -207,10 +198,10 @@ class HttpHost(AsyncHost):
         return [line for line in lines if "token" in line.partition("{")[0].partition(" ")[0]]
 
     async def _post(self, bodies: Sequence[tuple[str, Body]]) -> Any:
-        """Returns the answer to the first of the bodies whose path the server has; asks again where that may help.
+        """Return the answer to the first body whose path the server has. Retry if that may help.
 
-        Raises ReplicaDown where it cannot be reached, JobError where it refuses all requests, and InputError where it
-        refuses this one.
+        Raise ReplicaDown if the server cannot be reached, JobError if it refuses all requests, and InputError if it
+        refuses this request.
         """
         attempts, pause, last = 0, _FIRST_PAUSE, ""
         deadline = time.monotonic() + self._o.patience
@@ -227,8 +218,8 @@ class HttpHost(AsyncHost):
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
             except httpx.DecodingError as error:
-                raise RowError(self._url, 0, f"an answer that cannot be unpacked: {error}") from None
-            except ValueError as error:  # such as half of a surrogate pair, or a number that is none
+                raise RowError(self._url, 0, f"the answer cannot be decoded: {error}") from None
+            except ValueError as error:  # such as a lone surrogate, or NaN
                 raise RowError(self._url, 0, f"the request cannot be written as JSON: {error}") from None
             if response.status_code < 300:
                 self._cap = min(self._o.most, self._cap + 1 / self._cap)
@@ -255,8 +246,8 @@ class HttpHost(AsyncHost):
 
     def _refusal(self, call: RunCall) -> str:
         if call.readout.kind == "head":
-            message = "no server gives the exact outputs of a classification head over HTTP"
-            return f"{message}; leave out --url, or give labels or words that the model can say"
+            message = "no server returns the exact outputs of a classification head over HTTP"
+            return f"{message}; remove --url, or give labels or words that the model can generate"
         if call.readout.kind in _LOGPROBS and not self._o.takes_ids:
             return "log-probabilities need token ids; name the model's tokenizer with --tokenizer"
         return ""
@@ -270,10 +261,10 @@ class HttpHost(AsyncHost):
         if call.readout.kind == "tokens" or call.readout.kind in _LOGPROBS:
             return 1
         adapters = [request.namespace.adapter for _, _, request in islice(self._waiting, _BATCH)]
-        return sum(1 for _ in takewhile(adapters[0].__eq__, adapters))  # embeddings of one model go into one body
+        return sum(1 for _ in takewhile(adapters[0].__eq__, adapters))  # one body is for one adapter
 
     async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
-        """Returns the answers to some requests. Where the server refuses several at once, each is asked by itself."""
+        """Return the answers to some requests. If the server refuses several at once, send each by itself."""
         try:
             return await self._ask_together(call, requests)
         except InputError as error:
@@ -287,7 +278,7 @@ class HttpHost(AsyncHost):
         return answers, stats
 
     async def _ask_together(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
-        """Asks with token ids, or as text where the server refuses them."""
+        """Send token ids, or text if the server refuses ids."""
         try:
             if call.readout.kind in _LOGPROBS:
                 return await self._logprobs(call, requests[0])
@@ -305,8 +296,8 @@ class HttpHost(AsyncHost):
             return answers
         except (InputError, JobError, ReplicaDown):
             raise
-        except Exception as error:  # an error of a kind that is not expected: the server is not lost for it
-            message = f"it could not be asked ({type(error).__name__}: {error})"
+        except Exception as error:  # an unexpected error fails the request, not the server
+            message = f"the request failed ({type(error).__name__}: {error})"
             raise RowError(self._url, 0, message) from error
 
     async def _logprobs(self, call: RunCall, request: Request) -> tuple[list[Any], Stats]:
@@ -329,8 +320,11 @@ class HttpHost(AsyncHost):
     async def _generated(
         self, call: RunCall, requests: list[Request], text_of: TextOf | None
     ) -> tuple[list[Any], Stats]:
-        """Where a server refuses a sampling option that OpenAI does not have, and takes the request without those that
-        change nothing, they are not sent to it again."""
+        """Return the samples of a request.
+
+        Some servers refuse sampling options that OpenAI's API lacks, but accept the request without those at their
+        defaults. Such a server is not sent defaults again.
+        """
         (request,) = requests
 
         async def post(knows_all: bool) -> Any:
@@ -346,22 +340,22 @@ class HttpHost(AsyncHost):
             if self._knows_all:
                 self._knows_all = False
                 names = ", ".join(NOT_OPENAIS)
-                self._o.notify(f"{self._url} knows no {names}; they are sent only where they are asked for")
+                self._o.notify(f"{self._url} does not accept {names}; they are sent only if a request sets them")
         with reading(self._url):
             samples, stats = generated_of(answer)
         return [samples], stats
 
     def _text_of(self) -> TextOf:
-        """Returns a function that turns token ids into text."""
+        """Return a function that converts token ids to text."""
         tokenizer = self._o.tokenizer
         if tokenizer is None:
-            message = f"{self._url} takes no token ids, and without a tokenizer there is no text"
+            message = f"{self._url} accepts no token ids, and without a tokenizer there is no text to send"
             raise JobError(f"{message}; name one with --tokenizer")
 
         def text(tokens: Any) -> str:
             before, after = len(tokenizer.prefix_ids), len(tokenizer.suffix_ids)
             if before and tokens[:before].tolist() == tokenizer.prefix_ids.tolist():
-                tokens = tokens[before:]  # the server puts them there itself
+                tokens = tokens[before:]  # the server adds them itself
             if after and tokens[-after:].tolist() == tokenizer.suffix_ids.tolist():
                 tokens = tokens[:-after]
             return tokenizer.decode(tokens)
@@ -370,7 +364,7 @@ class HttpHost(AsyncHost):
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether a URL names this machine by its loopback address, which no proxy can reach."""
+    """Return whether a URL contains this machine's loopback address, which no proxy can reach."""
     host = (urlsplit(url).hostname or "").removesuffix(".")
     try:
         return ip_address(host).is_loopback
@@ -379,8 +373,7 @@ def is_loopback(url: str) -> bool:
 
 
 def proxy_of(url: str) -> str:
-    """Return the host and port of the proxy that the environment sets for a URL, without its password; "" if there is
-    none."""
+    """Return the host and port of the environment's proxy for a URL, without its password; "" without a proxy."""
     parts, proxies = urlsplit(url), getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all") or ""
     if not proxy or is_loopback(url) or proxy_bypass(parts.hostname or ""):
@@ -389,8 +382,10 @@ def proxy_of(url: str) -> str:
 
 
 def _why(error: Exception) -> str:
-    """Returns the reason why a server was not reached: the system's message, such as "connection refused", is the
-    innermost cause of the client's exception."""
+    """Return why a server was not reached.
+
+    The system's message, such as "connection refused", is the innermost cause of the client's exception.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
@@ -401,18 +396,17 @@ def _why(error: Exception) -> str:
 
 @contextmanager
 def reading(url: str) -> Iterator[None]:
-    """Returns a context that turns any error of reading a response into an error of its requests: a gateway may answer
-    200 with an error."""
+    """Return a context that turns errors of reading a response into a RowError. A gateway may answer 200 with an
+    error."""
     try:
         yield
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise RowError(url, 200, f"nothing that can be read ({type(error).__name__}: {error})") from None
+        raise RowError(url, 200, f"the response cannot be read ({type(error).__name__}: {error})") from None
 
 
 def _message_of(response: httpx.Response) -> str:
-    """Returns the message of an error response."""
     try:
         body = response.json()
         error = body.get("error", body)
@@ -423,7 +417,7 @@ def _message_of(response: httpx.Response) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Returns the seconds of Retry-After, or None. (Dates are ignored.)"""
+    """Return the seconds of Retry-After, or None. Dates are ignored."""
     try:
         return min(_LONGEST_PAUSE * 4, max(0.0, float(response.headers["retry-after"])))
     except (KeyError, ValueError):
@@ -434,18 +428,18 @@ def _jittered(pause: float) -> float:
     return pause * random.uniform(0.5, 1.5)
 
 
-_HUNG = "it has answered nothing for too long; where an answer takes longer, give more --patience"
+_HUNG = "it sent no answer for too long; if answers take longer, increase --patience"
 
 
 class HttpReplicas(Replicas):
-    """A HttpReplicas starts a replica for each server.
+    """One replica per server. Raises InputError for an invalid URL or API key.
 
-    urls     of the servers, with or without /v1
-    options  further ones of `ServedModel`
+    The API key is read from the environment variable PREFOLD_API_KEY and sent as a bearer token. A server that is lost
+    repeatedly without an answer in between does not come back.
 
-    A key is taken from the environment variable PREFOLD_API_KEY, and sent as a bearer token. A server that is given up
-    again and again, and has answered nothing since, does not come back. Raises InputError for what is no URL, and no
-    key.
+    Args:
+        urls: of the servers, with or without /v1
+        options: further options of `ServedModel`
     """
 
     def __init__(self, urls: Sequence[str], model: str, tokenizer: Tokenizer | None, **options: Any):
@@ -459,7 +453,7 @@ class HttpReplicas(Replicas):
 
 
 def _check(url: str) -> None:
-    """Raises InputError for an invalid URL of a server, and for a key that no header can hold, without naming the
+    """Raise InputError for an invalid URL of a server, and for a key that no header can contain. The message omits the
     key."""
     name: str | None = None
     try:
@@ -467,26 +461,26 @@ def _check(url: str) -> None:
         name = parts.hostname
         is_url = parts.scheme in ("http", "https") and name and not parts.username and parts.port != 0
         httpx.URL(url)
-    except (ValueError, httpx.InvalidURL):  # such as a port that is none
+    except (ValueError, httpx.InvalidURL):  # such as an invalid port
         is_url = False
     if not is_url:
-        remedy = f"write http://HOST:PORT, and put a key into the environment, as {API_KEY}"
+        remedy = f"write http://HOST:PORT, and set {API_KEY} if the server needs a key"
         raise InputError(f"{name or url!r} is not the URL of a server", field="url", remedy=remedy)
     key = api_key()
     if not (key.isascii() and key.isprintable()):
         remedy = "set it to the key alone, without line ends"
-        raise InputError(f"{API_KEY} holds letters that no key has", field=API_KEY, remedy=remedy)
+        raise InputError(f"{API_KEY} has characters that no key has", field=API_KEY, remedy=remedy)
 
 
 class _Servers(Backend):
-    """A _Servers is the backend of --url, whose replicas are servers."""
+    """The backend of --url. Its replicas are servers."""
 
     where = "over HTTP"
     takes = frozenset({"tokenizer"})
     on_ray = False
 
     def refusal(self, spec: JobSpec) -> str:
-        pooling = "--pooling cannot be asked of a server, which pools as its model does; leave it out"
+        pooling = "--pooling does not work with --url, because the server chooses the pooling; remove it"
         return pooling if "pooling" in spec.given else ""
 
     def options(self, spec: JobSpec) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Requests that are submitted to a fleet one by one: those of one call (see `RunCall`) are a stream of the fleet's run.
+"""Requests that are submitted to a fleet. The requests of one call (see `RunCall`) form a stream of the fleet's run.
 
-The run has a thread, which begins with the first request. A job goes before it: the run then ends when all that it has
-is answered, and the next one begins after the job. Which stream's requests are sent to which replica, the lease book
-decides.
+The run has its own thread, which starts with the first request. A job has precedence: the run ends when its open
+requests are answered, and the next run starts after the job. The lease book decides which replica gets which requests.
 """
 
 from __future__ import annotations
@@ -22,29 +21,25 @@ from ..spec.requests import Generated, Request
 from ..trie import Feed, LiveInput
 from .replicas import RunCall
 
-_WINDOW = 1 << 20  # tokens of a call that wait for replicas
+_WINDOW = 1 << 20  # maximum number of tokens of a call that wait for replicas
 _CLOSING_SECONDS = 10.0
 _CLOSED = "the fleet was closed"
 
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """A _Group is a list of requests that were submitted together.
-
-    pieces  whether the text of each sample is put into the handle before the answer
-    tags    of its requests
-    open    how many of them have no answer
-    """
+    """Requests that were submitted together."""
 
     handle: Handle
     call: RunCall
-    pieces: bool
-    tags: list[bytes]
+    pieces: bool  # whether the text of each sample is put into the handle before the answer
+    tags: list[bytes]  # of its requests
     results: list[Any]
-    open: int
+    open: int  # number of requests without an answer
 
     def events(self, number: int, answer: Any) -> list[Any]:
-        """Takes the answer of a request; returns the events of the handle: none while others are open."""
+        """Record the answer of a request. Return the events for the handle; none while other requests of the group are
+        open."""
         self.results[number] = answer
         self.open -= 1
         if isinstance(answer, Exception):
@@ -61,28 +56,36 @@ def _piece(number: int, sample: Generated) -> TextPiece:
 
 
 class Lanes:
-    """A Lanes runs the requests that are submitted to a fleet.
+    """The requests that are submitted to a fleet, and the thread that runs them.
 
-    run   runs the requests of `streams`: takes `stopping`, and yields answers as `Fleet.run` does
-    wake  lets the run look for new requests at once
+    Args:
+        run: runs the requests of `streams`; it receives `stopping` and yields answers like `Fleet.run`
+        wake: makes the run look for new requests at once
+
+    Attributes:
+        open: {tag: (group, number in the group)} of the requests without an answer
     """
 
     def __init__(self, run: Callable[[Callable[[], bool]], Iterator[tuple[bytes, Any]]], wake: Callable[[], None]):
         self._run, self._wake = run, wake
         self._streams: dict[RunCall, LiveInput] = {}
         self.groups: dict[Handle, _Group] = {}
-        self.open: dict[bytes, tuple[_Group, int]] = {}  # the requests without an answer, by tag
+        self.open: dict[bytes, tuple[_Group, int]] = {}
         self._numbers = itertools.count()
-        self._failure: Exception | None = None  # with which requests are answered that come from now on
+        self._failure: Exception | None = None  # the answer to all further requests
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._turn = threading.Lock()  # held by what runs
-        self._num_runs = 0  # runs of jobs that have their turn or wait for it
+        self._turn = threading.Lock()  # held by the present run, of a job or of submitted requests
+        self._num_runs = 0  # jobs that run or wait
 
     # ---------------------------------------------------------------------------------------------- any thread
 
     def submit(self, call: RunCall, requests: Sequence[Request], handle: Handle, *, pieces: bool) -> None:
-        """Takes requests, whose answer is put into the handle. pieces: see `_Group`"""
+        """Accept requests. Their answers are put into the handle.
+
+        Args:
+            pieces: see `_Group`
+        """
         with self._changed:
             failure = self._failure
             if failure is None:
@@ -94,12 +97,12 @@ class Lanes:
                     feed = Feed(is_urgent=lambda: self.gives_way)
                     self._streams[call] = LiveInput(feed, _WINDOW, wants=self.open.__contains__)
                 feed = self._streams[call].feed
-                is_first = feed.since is None  # otherwise the run has not even seen the requests before
+                is_first = feed.since is None  # if not, the run has not read the earlier requests yet
                 try:
                     feed.put(list(zip(requests, tags, strict=True)))
                     if is_first:
                         self._wake()
-                except Exception as error:  # a request is not well-formed
+                except Exception as error:  # a request is malformed
                     self._forget(group)
                     failure = error
                 if self._thread is None:
@@ -108,11 +111,11 @@ class Lanes:
                 self._changed.notify_all()
         if failure is not None:
             send({handle: [failure]})
-        if handle.is_cancelled:  # by another thread, before the requests were entered
+        if handle.is_cancelled:  # by another thread, before the requests were added
             self.cancel(handle)
 
     def cancel(self, *handles: Handle) -> None:
-        """Gives requests up: those that no replica has are not computed, and the answers of others are dropped."""
+        """Cancel requests. Requests that no replica has are not computed, and answers to the others are dropped."""
         with self._changed:
             for handle in handles:
                 handle.is_cancelled = True
@@ -121,7 +124,7 @@ class Lanes:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Returns a context in which no submitted requests run. Entering it waits until those that the run has are
+        """Return a context in which no submitted requests run. On entry it waits until the run's open requests are
         answered."""
         self._count(1)
         self._wake()
@@ -137,7 +140,7 @@ class Lanes:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread, and answers all requests with an error."""
+        """End the thread, and answer all requests with an error."""
         self.fail(PrefoldError(_CLOSED), for_ever=True)
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -149,8 +152,13 @@ class Lanes:
             self.open.pop(tag, None)
 
     def fail(self, error: Exception, call: RunCall | None = None, *, for_ever: bool = False) -> None:
-        """Answers the requests of a call with an error; None: all requests. Those that wait in feeds are dropped when
-        they are to be sent. for_ever: also all requests that come"""
+        """Answer the requests of a call with an error; None: all requests.
+
+        Requests that wait in feeds are dropped when they are about to be sent.
+
+        Args:
+            for_ever: whether all further requests get the error too
+        """
         with self._changed:
             if for_ever and self._failure is None:
                 self._failure = error
@@ -163,7 +171,7 @@ class Lanes:
     # ---------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        """Runs requests, until the fleet is closed or has no replica left."""
+        """Run requests until the fleet is closed or has no replica left."""
         while self._wait_for_requests():
             try:
                 with self._turn:
@@ -172,11 +180,11 @@ class Lanes:
             except FleetError as error:  # no replica is left
                 self.fail(error, for_ever=True)
             except Exception as error:
-                reason = error if isinstance(error, PrefoldError) else JobError(f"the fleet has failed: {error!r}")
+                reason = error if isinstance(error, PrefoldError) else JobError(f"the fleet failed: {error!r}")
                 self.fail(reason)
 
     def _wait_for_requests(self) -> bool:
-        """Returns True once there are requests and no job runs; False if no more are to run."""
+        """Return True once there are requests and no job runs; False if no more requests will run."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended() or next(self.streams(), None) is not None)
             return not self._has_ended()
@@ -185,15 +193,17 @@ class Lanes:
         return self._failure is not None
 
     def streams(self) -> Iterator[tuple[RunCall, LiveInput]]:
-        """Yields the calls whose requests wait, with the streams of these requests; none if the run gives way."""
+        """Yield (call, stream) of the requests that wait; nothing if the run gives way to a job."""
         for call, stream in () if self.gives_way else tuple(self._streams.items()):
             if stream.feed.since is not None:
                 yield call, stream
 
     @property
     def gives_way(self) -> bool:
-        """Returns whether the run should come to its end, because a job waits. Otherwise it goes on without requests:
-        only a run hears of replicas."""
+        """Return whether the run must end because a job waits.
+
+        Otherwise the run continues even without requests, because only a run handles events of replicas.
+        """
         return self._num_runs > 0
 
     def _take(self, tag: bytes, answer: Any) -> None:

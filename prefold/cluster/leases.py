@@ -1,20 +1,20 @@
-"""The lease book of a run on a fleet: which replica has which requests, and where the requests of a lost replica go.
+"""The lease book of a run on a fleet: which replica has which requests, and which requests of a lost replica go where.
 
-The book does no I/O, and the caller passes the time:
+The book does no I/O. The caller passes the time:
 
     book.join(replica, facts, now)
     for lease in book.send(now): ...                    leases to send now; they are booked as sent
-    fresh = book.commit(replica, number, answers, now)  the first answer of each request
-    tags = book.lose(replica)                           its requests go out again; tags: those that replicas died of
+    fresh = book.commit(replica, number, answers, now)  the first answer to each request
+    tags = book.lose(replica)                           its requests are sent again, except the returned ones
 
-Requests come from sources: `offline.py` divides a sorted job into segments, `online.py` serves a live window. A source
-decides which replica takes which requests, and how many; the book decides everything else. A replica runs requests of
-one call (see `RunCall`) at a time, so sources of different calls take turns. Only the first answer to a request counts:
-an answer to a lease that is over, or a second answer, is dropped.
+Requests come from sources: `offline.py` divides a sorted job into segments, and `online.py` serves a live window. A
+source decides which replica gets which requests, and how many. The book decides everything else. A replica runs
+requests of one call (see `RunCall`) at a time, so sources of different calls take turns. Only the first answer to a
+request counts. A second answer, or an answer to a lease that is over, is dropped.
 
-Requests that a lost replica may have begun are suspects. They go out again in groups, to replicas without other work,
-and nothing runs beside a group; if all replicas have work, one of them takes no more until it is free for a group. A
-group with which another replica is lost is divided, until a prompt is alone.
+Requests that a lost replica may have started are suspects. They are sent again in groups, to replicas without other
+work, and nothing runs beside a group. If all replicas have work, one of them gets no more until it is free for a group.
+If another replica is lost with a group, the group is divided. A prompt that is alone in its group is not sent again.
 """
 
 from __future__ import annotations
@@ -28,82 +28,78 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ..trie import Window
 from .replicas import ReplicaFacts, RunCall
 
-# A group of suspects is divided into this many parts: the search runs as many groups as with halves, and loses half as
-# many replicas.
+# A group of suspects is divided into this many parts. With halves, the search would run as many groups and lose twice
+# as many replicas.
 _PARTS = 4
-_TURN = 1.0  # seconds after which the requests of a call make room for those of another
+_TURN = 1.0  # seconds after which the requests of a call give way to another call's requests
 
 T = TypeVar("T")
 # A request's tag, the tokens of its prompt (0 if another read of the prompt counts them), and its answer.
 Answered = tuple[bytes, int, Any]
-Places = tuple[int, ...]  # the places of all reads of one prompt, which are sent and given up together
+Places = tuple[int, ...]  # the places of all reads of one prompt, which are sent and dropped together
 
 
 class Lease(NamedTuple):
-    """A Lease is a number of requests of a source that a replica has.
-
-    places      the places of the requests in the source
-    is_suspect  whether a replica was lost while it worked on these requests
-    """
+    """Requests of a source that a replica has."""
 
     number: int
     replica: str
     source: Source
-    places: Sequence[int]
-    is_suspect: bool = False
+    places: Sequence[int]  # the places of the requests in the source
+    is_suspect: bool = False  # whether a replica was lost while it ran these requests
 
 
 class OpenLease(NamedTuple):
-    """An OpenLease is a lease that a replica has not answered in full. unanswered: the places without an answer."""
+    """A lease that a replica has not answered completely."""
 
     lease: Lease
-    unanswered: set[int]
+    unanswered: set[int]  # the places without an answer
 
 
 class Source(Protocol):
-    """A Source holds requests that no replica has; a place is the number of a request in it. The lease book calls
-    it. call: how all of its requests run; None where one book has sources of one call only"""
+    """Requests that no replica has. A place is the number of a request in its source. The lease book calls the
+    methods."""
 
     book: LeaseBook
-    call: RunCall | None
+    call: RunCall | None  # how all its requests run; None if all sources of the book have one call
 
     @property
     def has_waiting(self) -> bool:
-        """Returns whether it has requests to send."""
+        """Return whether it has requests to send."""
 
     @property
     def num_unanswered(self) -> int:
-        """Returns how many requests have no answer."""
+        """Return how many requests have no answer."""
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
-        """Records that a replica can take requests."""
+        """Record that a replica accepts requests."""
 
     def leave(self, replica: str) -> None:
-        """Records that a replica is gone, or will not come; requests kept for it are for other replicas."""
+        """Record that a replica is gone or will not come. Requests reserved for it go to other replicas."""
 
     def take(self, now: float) -> Iterator[tuple[str, Sequence[int]]]:
-        """Yields (replica, places) of requests to send now; the book has each lease before it asks for the next."""
+        """Yield (replica, places) of requests to send now. The book records each lease before it asks for the next."""
 
     def windows(self, lease: Lease) -> list[Window]:
-        """Returns the windows that a replica is sent for a lease."""
+        """Return the windows that a replica is sent for a lease."""
 
     def answered(self, replica: str, answers: Mapping[int, Any], now: float) -> list[Answered]:
-        """Takes the first answers of requests from a replica, by place."""
+        """Record a replica's first answers to requests, by place."""
 
     def prompts(self, places: Sequence[int]) -> list[Places]:
-        """Returns the places grouped by prompt."""
+        """Return the places grouped by prompt."""
 
     def num_begun(self, facts: ReplicaFacts, prompts: Sequence[Places]) -> int:
-        """Returns how many of the prompts, in the order of sending, a replica may have begun."""
+        """Return how many of the prompts, in the order of sending, a replica may have started."""
 
     def put_back(self, prompts: Sequence[Places]) -> None:
-        """Takes back prompts that had been sent."""
+        """Make prompts that had been sent wait again."""
 
     def give_up(self, places: Places) -> list[bytes]:
-        """Forgets requests; returns their tags."""
+        """Drop requests, and return their tags."""
 
     def resend(self, replica: str, prompts: Sequence[Places]) -> None:
-        """Records that a replica is sent prompts again."""
+        """Record that a replica is sent prompts again."""
 
 
 @dataclass(slots=True)
@@ -111,15 +107,16 @@ class _Replica:
     facts: ReplicaFacts
     progress_at: float  # when it last made progress
     open: dict[int, OpenLease] = field(default_factory=dict)
-    is_paused: bool = False  # takes only suspects
+    is_paused: bool = False  # gets only suspects
     call: RunCall | None = None  # of its last lease
 
 
 class LeaseBook:
-    """A LeaseBook holds the leases of one run.
+    """The leases of one run.
 
-    numbers   gives the numbers of leases
-    patience  a replica that has work, and makes no progress for so many seconds, is given up
+    Args:
+        numbers: yields the numbers of leases
+        patience: seconds without progress after which a replica that has work counts as hung
     """
 
     def __init__(self, *sources: Source, numbers: Iterator[int], patience: float = 300.0):
@@ -128,13 +125,13 @@ class LeaseBook:
         self._numbers, self._patience = numbers, patience
         self.replicas: dict[str, _Replica] = {}
         self.suspects: deque[tuple[Source, Sequence[Places]]] = deque()  # groups, none of them empty
-        self._turn: RunCall | None = None  # whose requests are sent
+        self._turn: RunCall | None = None  # requests of this call are sent
         self._turn_began = 0.0
         for source in sources:
             self.add(source)
 
     def add(self, source: Source, now: float = 0.0) -> None:
-        """Adds a source; all replicas take requests from it."""
+        """Add a source. All replicas get requests from it."""
         source.book = self
         if not self.sources:
             self._turn, self._turn_began = source.call, now
@@ -143,13 +140,15 @@ class LeaseBook:
             source.join(name, replica.facts, now)
 
     def remove(self, source: Source) -> None:
-        """Removes a source that has no requests."""
+        """Remove a source that has no requests."""
         assert not source.num_unanswered
         self.sources.remove(source)
 
     def free_replicas(self, source: Source) -> dict[str, ReplicaFacts]:
-        """Returns the replicas that take ordinary requests of a source now, in the order in which they joined: those
-        that take not only suspects, and have no requests of another call."""
+        """Return the replicas that can get ordinary requests of a source now, in the order of joining.
+
+        Left out are replicas that get only suspects, and replicas with requests of another call.
+        """
         return {
             name: replica.facts
             for name, replica in self.replicas.items()
@@ -157,16 +156,16 @@ class LeaseBook:
         }
 
     def is_idle(self, source: Source) -> bool:
-        """Returns whether a source has no requests, and requests of another call are sent."""
+        """Return whether a source has no requests while requests of another call are sent."""
         return not source.num_unanswered and source.call != self._turn
 
     @property
     def num_unanswered(self) -> int:
-        """Returns how many requests have no answer."""
+        """Return how many requests have no answer."""
         return sum(source.num_unanswered for source in self.sources)
 
     def open_leases(self, replica: str, source: Source) -> list[OpenLease]:
-        """Returns the open leases of a replica from a source; none for an unknown replica."""
+        """Return the open leases of a replica from a source; [] for an unknown replica."""
         entry = self.replicas.get(replica)
         return (
             []
@@ -177,7 +176,7 @@ class LeaseBook:
     # --------------------------------------------------------------------------------------------- replicas
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
-        """Records that a replica can take leases; leases that it had before go out again."""
+        """Record that a replica accepts leases. Leases that it had before are sent again."""
         if replica in self.replicas:
             self.lose(replica, died=False)
         self.replicas[replica] = _Replica(facts, now)
@@ -185,20 +184,20 @@ class LeaseBook:
             source.join(replica, facts, now)
 
     def note_progress(self, replica: str, now: float) -> None:
-        """Records that a replica makes progress."""
+        """Record that a replica makes progress."""
         if replica in self.replicas:
             self.replicas[replica].progress_at = now
 
     def hung(self, now: float) -> list[str]:
-        """Returns the replicas that have work and made no progress within the patience."""
+        """Return the replicas that have work and made no progress within the patience."""
         late = now - self._patience
         return [name for name, replica in self.replicas.items() if replica.open and replica.progress_at < late]
 
     def lose(self, replica: str, *, died: bool = True) -> list[bytes]:
-        """Takes back the leases of a lost replica; returns the tags of the requests that are given up.
+        """Take back the leases of a lost replica. Return the tags of the requests that are not sent again.
 
-        Given up are the reads of a suspect prompt that ran alone: another replica was lost with it before. A group of
-        several suspects is divided. If the replica ran no suspects, the requests that it may have begun become
+        A suspect prompt that ran alone is not sent again, because another replica was lost with it before. A group of
+        several suspects is divided. If the replica ran no suspects, the requests that it may have started become
         suspects. If it did not die, no request becomes a suspect. An unknown replica has no leases.
         """
         entry = self.replicas.pop(replica, None)
@@ -223,7 +222,8 @@ class LeaseBook:
         return tags
 
     def refuse(self, replica: str, now: float) -> list[bytes]:
-        """Gives up the requests of a replica that cannot run them; returns their tags. The replica takes others."""
+        """Drop the requests of a replica that cannot run them, and return their tags. The replica can get other
+        requests."""
         entry = self.replicas.pop(replica)
         for source in self.sources:
             source.leave(replica)
@@ -237,7 +237,7 @@ class LeaseBook:
     # ----------------------------------------------------------------------------------------------- leases
 
     def send(self, now: float) -> Iterator[Lease]:
-        """Yields the leases to send now, which are booked as sent."""
+        """Yield the leases to send now. They are booked as sent."""
         yield from self._send_suspects(now)
         self._take_turns(now)
         for source in self.sources:
@@ -246,8 +246,11 @@ class LeaseBook:
                     yield self._begin(source, replica, places, now)
 
     def _take_turns(self, now: float) -> None:
-        """Chooses the call whose requests are sent: the present one, until it has had its turn, or has nothing to send,
-        and others wait. Then it comes after them."""
+        """Choose the call whose requests are sent.
+
+        The present call keeps its turn until other calls wait and either its time is over or it has nothing to send.
+        Then it goes to the end of the queue.
+        """
         waiting = {source.call for source in self.sources if source.has_waiting}
         if not waiting - {self._turn} or (self._turn in waiting and now - self._turn_began <= _TURN):
             return
@@ -282,7 +285,7 @@ class LeaseBook:
         return lease
 
     def commit(self, replica: str, number: int, answers: Mapping[int, Any], now: float) -> list[Answered]:
-        """Takes answers to a lease, by place; returns the answers that are the first of their requests."""
+        """Record answers to a lease, by place. Return the answers that are the first to their requests."""
         entry = self.replicas.get(replica)
         open_lease = None if entry is None else entry.open.get(number)
         if entry is None or open_lease is None:
@@ -296,6 +299,6 @@ class LeaseBook:
 
 
 def divided(group: Sequence[T]) -> list[Sequence[T]]:
-    """Returns the parts of a group of suspects, none of them empty, with sizes that differ by 1 at most."""
+    """Return the parts of a group of suspects. No part is empty, and sizes differ by at most 1."""
     bounds = [len(group) * part // _PARTS for part in range(_PARTS + 1)]
     return [group[start:stop] for start, stop in pairwise(bounds) if start < stop]

@@ -1,4 +1,4 @@
-"""A replica whose engine is prefold's own: it runs windows on an LLM, and reports the answers."""
+"""A replica whose engine is prefold's own. It runs windows on an LLM and reports the answers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..spec.requests import GenerationStats, Stats
 from ..trie import Window, shared_by
 from .replicas import Host, ReplicaFacts, ReplicaReport, RunCall, place_of
 
-# A replica whose device computes ahead ends its engine's run when no lease has come for so long: only then the last
-# step's results are taken.
+# If the device computes ahead, the engine's run ends after this long without a lease. Only then are the results of the
+# last step read.
 _IDLE_SECONDS = 0.05
 
 
 class _HostRun:
-    """A _HostRun is the current run of a replica: its call, the waiting windows, and the number of open requests."""
+    """The current run of a replica: its call, its waiting windows, and the number of open requests."""
 
     def __init__(self, call: RunCall):
         self.call = call
@@ -33,7 +33,7 @@ class _HostRun:
         self._last: tuple[Any, bytes] = (None, b"")  # namespace and tokens of the last request
 
     def give(self, window: Window) -> None:
-        """Takes a window, which continues the path of the window before it, as far as both share it."""
+        """Add a window. It continues the path of the window before it, for the tokens that both share."""
         (before, last), namespace = self._last, window.namespace
         common = shared_by(last, window.tokens[: window.offsets[1]].tobytes()) if before == namespace else 0
         self._last = namespace, window.tokens[window.offsets[-2] :].tobytes()
@@ -44,8 +44,11 @@ class _HostRun:
         self.windows.put(None)
 
     def taken(self, *, in_slots: bool, timeout: float | None) -> Iterator[Window | None]:
-        """Yields windows as they come, until the run ends. In slots it yields None if no window waits while requests
-        are running; a row stream ends if no window comes for `timeout` seconds."""
+        """Yield windows as they arrive, until the run ends.
+
+        In slots, yield None if no window waits while requests run. A row stream ends if no window arrives for `timeout`
+        seconds.
+        """
         while not self.has_ended:
             try:
                 window = self.windows.get(block=not (in_slots and self.open), timeout=None if in_slots else timeout)
@@ -61,7 +64,7 @@ class _HostRun:
 
 
 class ReplicaHost(Host):
-    """A ReplicaHost runs windows on the engine of an LLM (or of another object with an `engine`)."""
+    """A host with the engine of an LLM, or of another object with an `engine`."""
 
     def __init__(self, llm: Any, facts: ReplicaFacts):
         super().__init__()
@@ -83,7 +86,7 @@ class ReplicaHost(Host):
         self._runs.put(self._run)
 
     def hold(self, pictures: list[Any], dropped: list[int]) -> None:
-        assert self._pictures is not None, "the model takes text alone"
+        assert self._pictures is not None, "the model accepts only text"
         self._pictures.hold(pictures, dropped)
 
     def give(self, windows: list[Window]) -> None:
@@ -105,7 +108,7 @@ class ReplicaHost(Host):
 
     def _complete(self, report: ReplicaReport) -> None:
         if report.steps or report.answers:
-            # The engine's own counters are not reset: a step that is on its way would count into the old ones.
+            # The engine's own counters are not reset, because a step in flight would count into the old ones.
             before, self._counted = self._counted, self._engine.stats + Stats()
             report.stats = _since(self._counted, before)
 
@@ -137,11 +140,11 @@ class ReplicaHost(Host):
 
     @contextmanager
     def _cache_watched(self, wanted: bool) -> Iterator[None]:
-        """Returns a context in which reports have the events of the cache, if `wanted`."""
+        """Return a context in which reports contain the events of the cache, if `wanted`."""
         if not (wanted and self.facts.reports_cache):
             yield
             return
-        self._tells_anew = True  # the driver that began this run knows of nothing
+        self._tells_anew = True  # the driver of this run has no earlier events
         with self._engine.watching(on_cache=self._tell_cache):
             yield
 
@@ -162,15 +165,15 @@ class ReplicaHost(Host):
 
 
 def _joined(before: CacheEvents | None, events: CacheEvents) -> CacheEvents:
-    """Returns the events of both reports if the later ones follow the earlier ones; else the later ones, which start
-    anew."""
+    """Return the events of both reports if the later ones follow the earlier ones. Else return the later ones, which
+    start anew."""
     if before is None or events.first != before.first + len(before.events):
         return events
     return replace(before, events=before.events + events.events)
 
 
 def _since(now: Stats, before: Stats) -> Stats:
-    """Returns the counts between two snapshots; peaks are those of the later one."""
+    """Return the counts between two snapshots. Peaks come from the later snapshot."""
     counts = _difference(now, before, fields(now)[:-2])
     seconds = {part: spent - before.seconds.get(part, 0.0) for part, spent in now.seconds.items()}
     generation = now.generation
@@ -185,7 +188,7 @@ def _difference(now: object, before: object, of: Sequence[Field[Any]]) -> dict[s
 
 
 def facts_of(llm: Any) -> ReplicaFacts:
-    """Returns the facts of a replica with an LLM."""
+    """Return the facts of a replica with an LLM."""
     from .. import __version__
 
     identity = {
@@ -209,7 +212,7 @@ def facts_of(llm: Any) -> ReplicaFacts:
 
 
 def _with_version(executor: str) -> str:
-    """Return the name of an executor; of PyTorch with its version."""
+    """Return the name of an executor. PyTorch's name includes its version."""
     if executor != "torch":
         return executor
     import torch

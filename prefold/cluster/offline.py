@@ -1,8 +1,8 @@
-"""The offline source: the requests of a job that has been read, in their sorted order, divided into segments.
+"""The offline source: the requests of a job that has been read, in sorted order, divided into segments.
 
-Each replica has a segment of the order, and takes small leases off its front. So only requests that have not begun move
-when a replica runs out of work: it then steals the end of the slowest replica's segment. The requests reserved for
-replicas that have not joined yet are one segment too, however many replicas are expected.
+Each replica has a segment of the order, and gets small leases from its front. A replica without work steals the end of
+the slowest replica's segment, so only requests that have not started move. The requests reserved for all replicas that
+have not joined yet are one segment.
 """
 
 from __future__ import annotations
@@ -20,50 +20,43 @@ from ..trie.window import cut_into_windows
 from .leases import Answered, Lease, OpenLease, Places, Source
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
 
-_SAMPLED = 256  # requests whose limits are read for the expected length of an output
+_SAMPLED = 256  # number of requests whose limits determine the expected length of an output
 _SPEED_SECONDS = 20.0  # a measurement this long ago has the weight 1/e
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOptions:
-    """A LeaseOptions says how large leases are.
+    """The sizes of leases."""
 
-    seconds     about how long a lease takes
-    least_cost  work of less cost is not divided any further
-    most_cost   the largest cost of a lease
-    requests    a replica gets leases until it has two, and this many requests
-    begun_most  how many requests, and of what cost, a replica may have begun at once; these are suspects when it is
-                lost
-    """
-
-    seconds: float = 2.0
-    least_cost: float = 1.0
-    most_cost: float = math.inf
-    requests: int = 0
+    seconds: float = 2.0  # approximate duration of a lease
+    least_cost: float = 1.0  # work of a lower cost is not divided
+    most_cost: float = math.inf  # maximum cost of a lease
+    requests: int = 0  # a replica gets leases until it has two, and this many requests
+    # Maximum (number, cost) of requests that a replica may have started at once. These are suspects when it is lost.
     begun_most: tuple[int, float] = (1 << 30, math.inf)
 
 
 @dataclass(slots=True)
 class _Replica:
-    """A _Replica holds a replica's segment, and the cost and seconds of its work, in which older work counts for
-    less."""
+    """A replica's segment, and the cost and seconds of its work. Older work has less weight."""
 
     segment: Segment | None = None
     cost_done: float = 0.0
     seconds: float = 0.0
-    measured_at: float = 0.0  # when cost and seconds were added up last
+    measured_at: float = 0.0  # when cost and seconds were updated last
 
 
 class OfflineSource(Source):
-    """An OfflineSource holds the requests of a sorted order; a place is a request's number in that order.
+    """The requests of a sorted order. A place is a request's number in the order.
 
-    cost        the cost of the requests, in their order
-    expected    the replicas that have joined or are to join: each gets an equal share of the order when it joins
-    options     takes the facts of the first replica, and returns how large leases are
-    call        how the requests run (see `Source`)
-    order       reads the requests; None: there are none to send
-    num_rows    how many rows of the stream the requests make
-    max_tokens  the most tokens of a window
+    Args:
+        cost: the cost of the requests, in order
+        expected: the replicas that have joined or will join; each gets an equal share of the order when it joins
+        options: returns the sizes of leases for the facts of the first replica
+        call: how the requests run (see `Source`)
+        order: reads the requests; None: no windows are sent
+        num_rows: the number of rows of the requests in one stream
+        max_tokens: maximum number of tokens of a window
     """
 
     def __init__(
@@ -82,10 +75,10 @@ class OfflineSource(Source):
         self._options_by, self._options = options, LeaseOptions()
         self._max_tokens = max_tokens
         self._absent = set(expected)
-        # Under "" is the segment of the replicas that have not joined yet.
+        # The entry "" has the segment of the replicas that have not joined yet.
         self.replicas = {"": _Replica(_or_none(Segment(0, cost.num_prompts)))}
         self.free: list[Segment] = []  # segments without a replica
-        self._sent: dict[int, tuple[bytes, int]] = {}  # tag and counted tokens of each request that was sent, by place
+        self._sent: dict[int, tuple[bytes, int]] = {}  # {place: (tag, counted tokens)} of the requests that were sent
 
     @property
     def num_unanswered(self) -> int:
@@ -135,7 +128,7 @@ class OfflineSource(Source):
                 yield name, range(start, end)
 
     def _steal(self, thief: str, mean: float) -> None:
-        """Cuts the segment of the slowest replica in two, and gives the thief its end, so that both end together."""
+        """Cut the segment of the slowest replica in two and give the thief its end, so that both finish together."""
         own, seconds = self.replicas[thief], {}
         for name, replica in self.replicas.items():
             if name != thief and replica.segment is not None:
@@ -152,7 +145,7 @@ class OfflineSource(Source):
         if stolen.start == stolen.stop or self.cost.of(*stolen) < self._options.least_cost:
             if slowest or self._open(thief):
                 return
-            # The victim is the segment of absent replicas, which may join late: take it whole.
+            # The victim is the segment of absent replicas, which may join late. Take all of it.
             rest, stolen = Segment(0, 0), victim.segment
         victim.segment, own.segment = _or_none(rest), stolen
         self.steals += 1
@@ -207,7 +200,7 @@ class OfflineSource(Source):
         return len(open_leases) < 2 or sum(len(lease.unanswered) for lease in open_leases) < self._options.requests
 
     def _speed(self, replica: _Replica, mean: float) -> float:
-        """Returns the cost that a replica does in a second; the mean if it has not been measured."""
+        """Return the cost that a replica computes per second, or `mean` if it has not been measured."""
         return replica.cost_done / replica.seconds if replica.cost_done > 0 and replica.seconds > 0 else mean
 
     def _mean_speed(self) -> float:
@@ -218,7 +211,7 @@ class OfflineSource(Source):
         return sum(self.cost.own(place) for lease in self._open(name) for place in lease.unanswered)
 
     def _size(self, replica: _Replica, mean: float) -> float:
-        """Returns the cost of a replica's next lease: small before anything is measured, and near the end."""
+        """Return the cost of a replica's next lease. It is small before anything is measured, and near the end."""
         o = self._options
         if not (replica.cost_done > 0 and replica.seconds > 0):
             return o.least_cost
@@ -229,12 +222,13 @@ class OfflineSource(Source):
 
 
 def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected: Iterable[str]) -> OfflineSource:
-    """Returns the source of a spool's requests.
+    """Return the source of a spool's requests.
 
-    windows   gives their order, and the most tokens of a window
-    call      the run's read-out and options
-    row_cost  the cost of a row, by which work is divided
-    expected  the replicas that have joined or are to join
+    Args:
+        windows: their order, and the maximum number of tokens of a window
+        call: the run's read-out and options
+        row_cost: the cost of a row, for dividing work
+        expected: the replicas that have joined or will join
     """
     order = windows.order()
     rows = int((order.lengths - order.shared).sum(dtype=np.int64))
@@ -260,7 +254,7 @@ def _or_none(segment: Segment) -> Segment | None:
 
 
 def _expected_outputs(order: Order) -> np.ndarray:
-    """Returns how many tokens each request is expected to generate, int64 [n]: the mean of a sample of the order."""
+    """Return how many tokens each request is expected to generate, int64 [n]: the mean limit of a sample."""
     limits = []
     for place in np.linspace(0, len(order) - 1, min(_SAMPLED, len(order))).astype(int).tolist():
         (request,) = order.read(place, place + 1)
@@ -269,7 +263,7 @@ def _expected_outputs(order: Order) -> np.ndarray:
 
 
 def _ranges_of(places: Sequence[int]) -> list[Segment]:
-    """Returns ascending places as ranges of neighbours."""
+    """Return ascending places as ranges of neighbours."""
     if isinstance(places, range):
         return [Segment(places.start, places.stop)]
     ranges: list[Segment] = []

@@ -1,10 +1,14 @@
-"""The online source: requests that come as a stream wait in a live window until a replica gets them.
+"""The online source: requests that arrive as a stream wait in a live window until a replica gets them.
 
 The `Dispatcher` decides which requests leave the window, and for which replica. It does no I/O, and the caller passes
-the time. A replica with room goes on with the bucket that it has begun, so that its cache needs to hold few prefixes at
-a time. Then it takes buckets whose prefix it holds, then buckets whose prefix no replica holds, those with the most
-tokens first. It takes a bucket whose prefix another replica holds only if waiting for that replica takes longer than
-computing the prefix again. When the input has ended, each replica takes only as much as lets all of them end together.
+the time. A replica with free capacity chooses in this order:
+
+1. the bucket that it has started, so its cache needs only few prefixes at a time
+2. the largest bucket whose prefix it has
+3. the largest bucket whose prefix no replica has
+4. a bucket whose prefix another replica has, if waiting for that replica takes longer than computing the prefix again
+
+When the input has ended, each replica gets only as many requests as let all replicas finish together.
 """
 
 from __future__ import annotations
@@ -26,70 +30,63 @@ from .leases import Answered, Lease, Places, Source
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
 from .router import BestStart, Policy, Prompt, ReplicaLoad, Router, Speed
 
-_SHORT = 0.25  # a replica with this share of its backlog free will soon be short of work
+_SHORT = 0.25  # a replica with this share of its backlog free will soon run out of work
 _HALVINGS = 12
-_OVERDUE = 2  # a request that has waited for this many times the age bound goes before larger buckets
+_OVERDUE = 2  # a request that has waited this many times the age bound goes before larger buckets
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Assignment:
-    """An Assignment is a list of requests for a replica. prefix: how many leading tokens they all share."""
+    """Requests for a replica."""
 
     replica: Hashable
     requests: list[WaitingRequest]
-    prefix: int
+    prefix: int  # how many leading tokens all of them share
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A Limits says how much a replica may be sent.
+    """Limits on the open work of a replica."""
 
-    backlog   the most rows of prompts and outputs that it may have been sent and not answered: about as many as its KV
-              store holds, and some to look ahead
-    requests  the most requests that it may have been sent and not answered; None: any number
-    at_once   the most requests of an assignment; None: any number
-    busy      with this many requests it is busy, and buckets may wait for more requests with their prefix
-    reserves  whether it sets room aside for the longest output that a request may have, which then counts in place of
-              the expected output
-    """
-
+    # Maximum number of open rows of prompts and outputs: about the capacity of its KV store, plus some to look ahead.
     backlog: int
-    requests: int | None = None
-    at_once: int | None = None
-    busy: int = 1
-    reserves: bool = False
+    requests: int | None = None  # maximum number of open requests; None: no limit
+    at_once: int | None = None  # maximum number of requests of an assignment; None: no limit
+    busy: int = 1  # with this many requests it is busy, and buckets may wait for more requests with their prefix
+    reserves: bool = False  # whether it reserves memory for the longest possible output, which then counts as expected
 
 
 @dataclass(slots=True)
 class _Run:
-    """A _Run is the bucket that a replica has begun. num_remaining: how many more of its requests the replica may take
-    before it chooses again."""
+    """The bucket that a replica has started."""
 
     bucket: Bucket
-    num_remaining: int
+    num_remaining: int  # how many more of its requests the replica may get before it chooses again
 
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """An _Ends says in how many seconds all replicas end, and for each of them its seconds for a request and its
-    speed."""
+    """The time at which all replicas end."""
 
-    seconds: float
-    replicas: dict[Hashable, tuple[float, Speed]]
+    seconds: float  # from now
+    replicas: dict[Hashable, tuple[float, Speed]]  # {replica: (its seconds per request, its speed)}
 
     def share(self, replica: Hashable, load: ReplicaLoad) -> int:
-        """Returns how many more requests a replica can answer until then."""
+        """Return how many more requests a replica can answer until then."""
         seconds, speed = self.replicas[replica]
         return int((self.seconds - load.seconds_at(speed)) / seconds + 1e-6)
 
 
 class Dispatcher:
-    """A Dispatcher assigns the requests of a live window to replicas by means of a router.
+    """The assignment of a live window's requests to replicas, with a router.
 
-    router    knows which replica holds which rows, and which requests each was sent
-    window    options of `LiveWindow`
-    limit_of  takes the payload of a request, and returns the most tokens of its output
-    limits    the Limits of each replica that takes work
+    Args:
+        router: has the rows and the open requests of each replica
+        limit_of: returns the maximum number of output tokens for the payload of a request
+        window: options of `LiveWindow`
+
+    Attributes:
+        limits: the Limits of each replica that accepts work
     """
 
     def __init__(self, router: Router, *, limit_of: Any = lambda payload: 0, **window: Any):
@@ -102,23 +99,23 @@ class Dispatcher:
         self._runs: dict[Hashable, _Run] = {}
 
     def join(self, replica: Hashable, limits: Limits) -> None:
-        """Records that a replica takes work."""
+        """Record that a replica accepts work."""
         self.limits[replica] = limits
 
     def leave(self, replica: Hashable) -> None:
-        """Records that a replica takes no more work."""
+        """Record that a replica accepts no more work."""
         self.limits.pop(replica, None)
         self._runs.pop(replica, None)
 
     def room(self, replica: Hashable) -> int:
-        """Returns how many more rows a replica may be sent."""
+        """Return how many more rows a replica may be sent."""
         load, limits = self.router.load(replica), self.limits[replica]
         if limits.requests is not None and load.requests >= limits.requests:
             return 0
         return limits.backlog - load.prefill_rows - (load.limits if limits.reserves else load.decode_rows)
 
     def dispatch(self, now: float) -> list[Assignment]:
-        """Returns the requests that leave the window now. The router books them as sent; the caller sends them."""
+        """Return the requests that leave the window now. The router books them as sent; the caller sends them."""
         assignments: list[Assignment] = []
         ends: _Ends | None = None
         free = {replica: None for replica in self.limits if self.room(replica) > 0}  # in the order in which they joined
@@ -147,7 +144,7 @@ class Dispatcher:
         return assignments
 
     def _best_for(self, replica: Hashable, now: float) -> Bucket | None:
-        """Returns the bucket that a replica should go on with; None if it should wait for more requests."""
+        """Return the bucket that a replica should continue with; None if it should wait for more requests."""
         window, run = self.window, self._runs.get(replica)
         if run is not None:
             bucket = window.current(run.bucket) if run.num_remaining > 0 else None
@@ -164,7 +161,7 @@ class Dispatcher:
         if bucket is not None:
             return bucket
         if self.room(replica) < _SHORT * self.limits[replica].backlog:
-            return None  # it has enough work, and more requests with its prefixes may come
+            return None  # it has enough work, and more requests with its prefixes may arrive
         speed = self.router.load(replica).speed
         for wait, holder in self._holders(replica):
             bucket = window.largest(holder, grown=grown)
@@ -180,8 +177,10 @@ class Dispatcher:
         return self.router.load(replica).requests >= self.limits[replica].busy
 
     def _holders(self, replica: Hashable) -> list[tuple[float, Hashable]]:
-        """Returns (seconds to wait, replica) of the other replicas that hold prefixes of waiting buckets, the
-        busiest first. For a replica that takes no work the seconds are infinite."""
+        """Return (seconds to wait, replica) of the other replicas that have prefixes of waiting buckets, busiest first.
+
+        The seconds are infinite for a replica that accepts no work.
+        """
         holders = []
         for holder in self.window.queues:
             if holder is not None and holder != replica:
@@ -189,25 +188,27 @@ class Dispatcher:
         return sorted(holders, key=lambda pair: -pair[0])
 
     def _ends(self) -> _Ends:
-        """Returns when all replicas end if each takes its share of the waiting requests, which are supposed to be
-        like the requests that replicas work on."""
+        """Return when all replicas end if each gets its share of the waiting requests.
+
+        Waiting requests are assumed to resemble the open ones.
+        """
         loads = [self.router.load(replica) for replica in self.limits]
         requests = max(1, sum(load.requests for load in loads))
         prefill = sum(load.prefill_rows for load in loads) / requests
         decode = sum(load.decode_rows for load in loads) / requests
         measured = [load.speed for load in loads if load.speed.is_measured]
-        if measured:  # replicas without a measured speed are supposed to have the mean
+        if measured:  # replicas without a measured speed are assumed to have the mean
             mean = Speed(*np.mean([(speed.prefill, speed.decode) for speed in measured], axis=0).tolist())
         speeds = [load.speed if load.speed.is_measured or not measured else mean for load in loads]
         request_seconds = np.array([max(1e-9, prefill * speed.prefill + decode * speed.decode) for speed in speeds])
         waits = np.array([load.seconds_at(speed) for load, speed in zip(loads, speeds, strict=True)])
-        # Until the time t, the replicas that are free before t can answer sum((t - wait) / each) requests. The end is
-        # the least t at which some number of replicas, those free first, can answer all requests.
+        # Until time t, the replicas that are free before t can answer sum((t - wait) / seconds per request) requests.
+        # The end is the least t at which the replicas that are free first can answer all requests.
         order = np.argsort(waits)
         rates, starts = np.cumsum(1 / request_seconds[order]), np.cumsum(waits[order] / request_seconds[order])
         low = float(((len(self.window) + starts) / rates).min())
         high = low + float(request_seconds.max())
-        for _ in range(_HALVINGS):  # a little later, since requests are whole
+        for _ in range(_HALVINGS):  # the end is slightly later, because requests cannot be divided
             middle = (low + high) / 2
             if np.maximum(0, (middle - waits) // request_seconds).sum() >= len(self.window):
                 high = middle
@@ -216,7 +217,7 @@ class Dispatcher:
         return _Ends(high, dict(zip(self.limits, zip(request_seconds.tolist(), speeds, strict=True), strict=True)))
 
     def _assign(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
-        """Assigns requests of a bucket to a replica: as many as it has room for, and at most its share."""
+        """Assign requests of a bucket to a replica: as many as fit, and at most its share."""
         prompt = self._prompt(bucket)
         held_rows = self.router.matched_rows(prompt).get(replica, 0)
         mean = bucket.tokens / bucket.requests
@@ -248,10 +249,10 @@ class Dispatcher:
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """A _Prompt is a prompt of the stream. key: the number of its first read; unanswered: its open reads, by number."""
+    """A prompt of the stream."""
 
-    key: int
-    unanswered: dict[int, SpooledRequest]
+    key: int  # the number of its first read
+    unanswered: dict[int, SpooledRequest]  # {number: read} of its open reads
 
     @property
     def first(self) -> SpooledRequest:
@@ -263,14 +264,15 @@ class _Prompt:
 
 
 class OnlineSource(Source):
-    """An OnlineSource holds the requests of a stream; a place is a request's number of arrival.
+    """The requests of a stream. A place is a request's number of arrival.
 
-    call        the run's read-out and options
-    max_tokens  the most tokens of waiting requests
-    warm_start  whether the stream is the beginning of a job that is divided later: replicas look ahead less
-    see         called with the windows that are sent
-    wants       takes the tag of a request that is to be sent, and returns whether it is still wanted
-    window      options of the live window
+    Args:
+        call: the run's read-out and options
+        max_tokens: maximum number of tokens of waiting requests
+        warm_start: whether the stream is the start of a job that is divided later; replicas then look ahead less
+        see: receives the windows that are sent
+        wants: returns whether the request with a tag is still wanted
+        window: options of the live window
     """
 
     def __init__(
@@ -290,15 +292,15 @@ class OnlineSource(Source):
         self.call, self._warm_start, self._on_window, self._wants = call, warm_start, see, wants
         self._limits: dict[str, Limits] = {}
         self._is_closed = False
-        self.queued: deque[_Prompt] = deque()  # prompts for which the window was full, or that lost replicas had
-        self.prompt_of: dict[int, _Prompt] = {}  # by the numbers of their open reads
+        self.queued: deque[_Prompt] = deque()  # prompts that found the window full, and prompts of lost replicas
+        self.prompt_of: dict[int, _Prompt] = {}  # {number of an open read: its prompt}
 
     @property
     def num_unanswered(self) -> int:
         return len(self.prompt_of)
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
-        # A replica that computes bucket by bucket holds no rows afterwards, and reports that.
+        # A replica that computes bucket by bucket has no rows afterwards, and reports that.
         reports = facts.reports_cache or not self.call.in_slots
         self.router.join(replica, capacity=facts.cache_rows or None, reports=reports)
         self._limits[replica] = limits_of(facts, self.call, warm_start=self._warm_start)
@@ -311,25 +313,25 @@ class OnlineSource(Source):
     # ----------------------------------------------------------------------------------------------- waiting
 
     def put(self, reads: Sequence[SpooledRequest], now: float) -> None:
-        """Adds the reads of a new prompt."""
+        """Add the reads of a new prompt."""
         prompt = _Prompt(reads[0].number, {read.number: read for read in reads})
         self.prompt_of.update(dict.fromkeys(prompt.unanswered, prompt))
         self.queued.append(prompt)
         self._fill_window(now)
 
     def close(self) -> None:
-        """Ends the input: no bucket waits for further requests, though requests of lost replicas may come back."""
+        """End the input. No bucket waits for further requests, though requests of lost replicas may come back."""
         self._is_closed = True
         self.window.close()
 
     @property
     def is_full(self) -> bool:
-        """Returns whether no more prompts should be put."""
+        """Return whether no more prompts should be put."""
         return self.window.is_full or len(self.queued) > 0
 
     @property
     def num_waiting(self) -> int:
-        """Returns how many prompts wait to be sent."""
+        """Return how many prompts wait to be sent."""
         return len(self.window) + len(self.queued)
 
     @property
@@ -337,13 +339,14 @@ class OnlineSource(Source):
         return self.num_waiting > 0
 
     def room(self) -> int:
-        """Returns how many rows replicas could be sent beside those that wait; each replica counts at most one step."""
+        """Return how many rows replicas could be sent in addition to the waiting rows. Each replica counts at most one
+        step."""
         replicas = self._free_replicas()
         free = sum(min(max(0, self.dispatcher.room(name)), facts.max_rows) for name, facts in replicas.items())
         return max(0, free - self.window.num_tokens)
 
     def _free_replicas(self) -> dict[str, ReplicaFacts]:
-        """Returns the replicas that take requests now, and tells the dispatcher of them."""
+        """Return the replicas that accept requests now, and tell the dispatcher."""
         replicas = self.book.free_replicas(self)
         self.dispatcher.limits = {name: self._limits[name] for name in replicas}
         return replicas
@@ -371,7 +374,7 @@ class OnlineSource(Source):
                 return
 
     def _drop_unwanted(self, requests: Iterable[WaitingRequest], wants: Callable[[bytes], bool]) -> None:
-        """Forgets those of the requests that nobody wants any more."""
+        """Forget the reads that are no longer wanted."""
         for prompt in (waiting.payload for waiting in requests):
             for number, request in list(prompt.unanswered.items()):
                 if not wants(request.tag):
@@ -426,7 +429,7 @@ def _limit_of(prompt: _Prompt) -> int:
 
 
 def limits_of(facts: ReplicaFacts, call: RunCall, *, warm_start: bool = False) -> Limits:
-    """Returns how much a replica may be sent: enough to keep it at work until the next of its answers is taken."""
+    """Return how much work a replica may have: enough to keep it busy until its next answer is handled."""
     if facts.is_server and call.readout.kind != "tokens":
         return Limits(1 << 62, 2 * facts.at_once, facts.at_once, facts.at_once)
     if not call.in_slots:
@@ -440,7 +443,7 @@ def limits_of(facts: ReplicaFacts, call: RunCall, *, warm_start: bool = False) -
 
 
 def _rows_of(answer: Any) -> dict[str, int | None]:
-    """Returns the rows that an answer took, as arguments of `Router.end`."""
+    """Return the rows of an answer as arguments of `Router.end`."""
     if isinstance(answer, list) and answer and isinstance(answer[0], Generated):
         return {"output_rows": sum(len(sample.tokens) for sample in answer), "cached_rows": answer[0].cached_tokens}
     if isinstance(answer, Exception):

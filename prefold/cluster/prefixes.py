@@ -1,7 +1,8 @@
-"""The router's trie: which replica holds which rows, as replicas report, or as estimated for replicas that do not.
+"""The router's trie of which replica has which rows. Replicas report their rows; for other replicas the rows are
+estimated.
 
-Tokens are kept once, however many replicas hold them. A *place* is a node of the trie: a maximal run of rows that the
-same replicas hold or will hold; bit masks name these replicas.
+Tokens are stored once, for all replicas. A *place* is a node of the trie: a maximal run of rows that the same replicas
+have or will have. Bit masks name these replicas.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ..trie import RadixNode, RadixTrie, token_bytes
 
 @dataclass(eq=False, repr=False, slots=True)
 class Place(RadixNode):
-    """Rows that the same replicas hold or will hold."""
+    """Rows that the same replicas have or will have."""
 
-    holders: int = 0  # bit r: replica r holds the rows
-    coming_holders: int = 0  # bit r: replica r was sent a prompt that goes through the place and has not ended
-    ends: int = 0  # how many runs and prompts end here: the references to the place
-    users: dict[int, int] | None = None  # {replica: how many of the prompts that it was sent end here or below}
+    holders: int = 0  # bit r: replica r has the rows
+    coming_holders: int = 0  # bit r: replica r has an open request whose prompt passes through the place
+    ends: int = 0  # number of runs and prompts that end here: the references to the place
+    users: dict[int, int] | None = None  # {replica: number of its open prompts that end here or below}
 
     def divide(self, upper: Self) -> None:
         upper.holders, upper.coming_holders = self.holders, self.coming_holders
@@ -38,15 +39,20 @@ class PrefixIndex(RadixTrie[Place]):
         super().__init__(Place)
 
     def enter(self, namespace: Hashable, ids: bytes, below: Place | None = None) -> Place:
-        """Return the place that ends with `ids`, or ends `ids` below the end of another place. The caller holds a
-        reference to it until `leave`."""
+        """Return the place where `ids` ends, starting from the root or from the end of `below`.
+
+        The caller has a reference to the place until `leave`.
+        """
         place = self.insert(namespace, ids) if below is None else self.extend(below, ids)
         place.ends += 1
         return place
 
     def leave(self, place: Place) -> None:
-        """Give up a reference to a place. Remove the places that nothing needs any more, and join a place to its only
-        child if the same replicas hold both."""
+        """Release a reference to a place.
+
+        Places without references or children are removed. A place is merged with its only child if the same replicas
+        have both.
+        """
         place.ends -= 1
         while place.parent is not None and not place.ends:
             if len(place.children) == 1:
@@ -60,7 +66,7 @@ class PrefixIndex(RadixTrie[Place]):
             place = above
 
     def cut_at(self, place: Place, stop: int) -> Place:
-        """Return the place on the path of `place` that ends at position `stop`. The caller holds a reference to it."""
+        """Return the place on the path of `place` that ends at position `stop`. The caller gets a reference to it."""
         while place.start >= stop:
             assert place.parent is not None
             place = place.parent
@@ -70,13 +76,18 @@ class PrefixIndex(RadixTrie[Place]):
         return place
 
     def hold(self, place: Place, start: int, bit: int) -> None:
-        """Mark the rows from `start` to the end of `place` as held. bit: of the replica"""
+        """Mark the rows from position `start` to the end of `place` as present on a replica.
+
+        Args:
+            bit: the replica's bit
+        """
         while place.parent is not None and place.start >= start:
             place.holders |= bit
             place = place.parent
 
     def release(self, place: Place, start: int, bit: int) -> None:
-        """Mark the rows from `start` to the end of `place` as no longer held, and give up the reference to `place`."""
+        """Mark the rows from position `start` to the end of `place` as absent on a replica, and release the reference
+        to `place`."""
         at = place
         while at.parent is not None and at.start >= start:
             at.holders &= ~bit
@@ -84,7 +95,7 @@ class PrefixIndex(RadixTrie[Place]):
         self.leave(place)
 
     def send(self, place: Place, replica: int) -> None:
-        """Book that a replica was sent a prompt that ends with `place`."""
+        """Record that a replica was sent a prompt that ends with `place`."""
         at = place
         while at.parent is not None:
             if at.users is None:
@@ -94,7 +105,7 @@ class PrefixIndex(RadixTrie[Place]):
             at = at.parent
 
     def unsend(self, place: Place, replica: int) -> None:
-        """Book that such a prompt has ended, and give up the reference to `place`."""
+        """Record that a prompt of `send` has ended, and release the reference to `place`."""
         at = place
         while at.parent is not None:
             assert at.users is not None
@@ -113,16 +124,17 @@ _BLOCK = 128  # a replica may count its cached tokens in blocks of up to this ma
 
 
 class EstimatedCache:
-    """An EstimatedCache holds the rows of the prompts that a replica has answered, and evicts the least recently used.
+    """The estimated cache of a replica: the rows of the prompts that it has answered, with LRU eviction.
 
-    capacity  the most rows, at first a guess. It falls when an answer shows that rows are gone which should be there,
-              and grows when rows are there which should be gone
+    Args:
+        capacity: the maximum number of rows, at first a guess. It falls if an answer shows that expected rows are
+            missing, and grows if rows are present that should have been evicted.
     """
 
     def __init__(self, capacity: int = 1 << 17):
         self._tree = RowTrie()
-        self._now = 0.0  # counts answers
-        # The pool is empty: rows have no slots here.
+        self._now = 0.0  # the number of answers
+        # The pool is empty, because estimated rows have no slots.
         options = CacheOptions(max_tokens=capacity, min_overlap=0)
         self._cache = RadixCache(self._tree, SlotPool(0), options, lambda: self._now)
         self._reporter = CacheReporter(self._tree)
@@ -133,17 +145,18 @@ class EstimatedCache:
         return self._cache.options.max_tokens
 
     def events(self) -> CacheEvents | None:
-        """Returns the events since the last call; None if there are none."""
+        """Return the events since the last call; None if there are none."""
         return self._reporter.drain()
 
     def answered(
         self, namespace: Hashable, tokens: np.ndarray, estimated_rows: int, matched_rows: int, cached_rows: int | None
     ) -> None:
-        """Books that a prompt was answered, so that its rows are held.
+        """Record that a prompt was answered, so its rows are cached.
 
-        estimated_rows  how many of its leading rows the estimate held when it was sent
-        matched_rows    how many it held then together with the prompts in flight
-        cached_rows     how many were cached, as the answer says; None: it does not say
+        Args:
+            estimated_rows: how many of its leading rows the estimate had when it was sent
+            matched_rows: the same, with the rows of prompts in flight
+            cached_rows: how many rows were cached according to the answer; None: the answer does not say
         """
         if cached_rows is not None:
             if cached_rows + _BLOCK < estimated_rows:
@@ -161,9 +174,8 @@ class EstimatedCache:
             self._cache.keep(node)
 
     def _forget_older_than(self, namespace: Hashable, tokens: np.ndarray, cached: int) -> None:
-        """Evicts all rows that were used before the rows behind the first `cached` ones, which the answer shows to be
-        gone.
-        """
+        """Evict the rows after the first `cached` rows of a prompt, which the answer shows to be evicted, and all rows
+        that were used before them."""
         matches = self._tree.match(namespace, token_bytes(tokens))
         evicted = [node for node, same in matches if node.start + same > cached]
         if not evicted:

@@ -1,4 +1,4 @@
-"""Replicas on Ray: each is an actor, whose process holds a model of its own. Ray places and starts them."""
+"""Replicas on Ray. Each is an actor whose process has its own model. Ray places and starts the actors."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ try:
 except ImportError:
     raise MissingExtraError("ray", "ray", "a fleet on Ray") from None
 
-_POLL = 0.25  # seconds after which a thread looks whether its replica is still wanted
-_SHOWN_NODES = 4  # in a message
-_START_SECONDS = 180.0  # after which Ray, which has not answered, is not waited for any longer
-_DOUBT = 15.0  # seconds after which a replica that does not answer is taken for dead
+_POLL = 0.25  # seconds between two checks whether a replica is still needed
+_SHOWN_NODES = 4  # maximum number of nodes in a message
+_START_SECONDS = 180.0  # timeout for starting Ray or connecting to it
+_DOUBT = 15.0  # a replica that does not answer for this many seconds counts as dead
 
 
 class _Actor:
-    """An _Actor is a replica's process. Orders run in a thread of their own, in the order of sending; so do reports,
-    which are made while the engine runs."""
+    """A replica's process. Orders run in one thread, in the order of sending. Reports run in another thread, while the
+    engine runs."""
 
     def __init__(self) -> None:
         self._host: Any = None
         self._reporting = threading.Lock()
 
     def load(self, model: str, options: dict[str, Any], backend: str, own: list[str]) -> ReplicaFacts:
-        """Loads the model, if it is not loaded, and ends its run."""
+        """Load the model unless it is loaded, and end its run."""
         add_plugins(own)
         if self._host is None:
             self._host = backend_named(backend).host(model, options)
         self._host.end()
-        with self._reporting:  # a report that nobody waits for any more must not take answers that come from now on
+        with self._reporting:  # a report that no caller waits for any more must not take later answers
             return self._host.facts
 
     def order(self, method: str, *arguments: Any) -> None:
@@ -55,26 +55,27 @@ class _Actor:
 
 
 class _ActorHost:
-    """An _ActorHost is the driver's proxy of a replica's actor.
+    """The driver's proxy of a replica's actor.
 
-    load      what `_Actor.load` takes
-    stopping  whether the replica is not wanted any more
+    Args:
+        load: arguments of `_Actor.load`
+        stopping: returns whether the replica is no longer needed
     """
 
     def __init__(self, actor: Any, load: Sequence[Any], stopping: Callable[[], bool]):
         self._actor, self._load, self._stopping = actor, load, stopping
-        self._pending: Any = None  # the report that is waited for
+        self._pending: Any = None  # the reference of a requested report
 
     @property
     def facts(self) -> ReplicaFacts:
-        """Returns the replica's facts, after its model is loaded."""
+        """Return the replica's facts after its model is loaded."""
         return self._loaded()
 
     def order(self, method: str, *arguments: Any) -> None:
         self._actor.order.options(concurrency_group="orders").remote(method, *arguments)
 
     def report(self, wait: float) -> ReplicaReport:
-        """Returns the actor's report; an empty one if it takes longer."""
+        """Return the actor's report, or an empty one if it takes too long."""
         if self._pending is None:
             self._pending = self._actor.report.options(concurrency_group="reports").remote(wait)
         if not ray.wait([self._pending], timeout=2 * wait)[0]:
@@ -90,9 +91,11 @@ class _ActorHost:
         ray.kill(self._actor)
 
     def _loaded(self, deadline: float | None = None) -> ReplicaFacts:
-        """Returns the actor's facts when it has loaded the model. Where it cannot be reached that may be the connection
-        alone: it is asked again, until the deadline, or for a while. Behind the orders that it was sent before, so that
-        these are over."""
+        """Return the actor's facts when it has loaded the model.
+
+        If the actor cannot be reached, only the connection may be broken, so the call is repeated until the deadline,
+        or for `_DOUBT` seconds. The call runs after all earlier orders.
+        """
         while not self._stopping():
             pending = self._actor.load.options(concurrency_group="orders").remote(*self._load)
             try:
@@ -105,11 +108,14 @@ class _ActorHost:
                 if time.monotonic() > deadline:
                     raise ReplicaDown(_first_lines(error)) from None
                 time.sleep(_POLL)
-        raise ReplicaDown("it is not wanted any more")
+        raise ReplicaDown("it is no longer needed")
 
     def _get(self, action: str, reference: Any) -> Any:
-        """Returns the result of a method of the actor. Raises ActorUnavailableError if its process may or may not live,
-        ReplicaDown if it does not, or if the method has failed."""
+        """Return the result of a method of the actor.
+
+        Raise ActorUnavailableError if the process may still live. Raise ReplicaDown if it does not, or if the method
+        failed.
+        """
         try:
             return ray.get(reference)
         except ActorUnavailableError:
@@ -122,19 +128,19 @@ class _ActorHost:
 
 
 class RayReplicas(Replicas):
-    """A RayReplicas holds replicas that are actors of a Ray cluster.
+    """Replicas that are actors of a Ray cluster. Raises JobError without a cluster at the address, or if this machine
+    is too small for one replica.
 
-    model     what the LLM of each is made of: a name or path that every node can resolve
-    backend   the name of a backend (see `backends.py`)
-    options   what its `host` takes, of prefold keywords of `LLM`. threads, tensor_parallel and device say how many
-              CPUs and GPUs a replica has; without threads as many as let all replicas lie on the cluster's nodes, each
-              on one
-    count     replicas; None: as many as the cluster has room for
-    address   of a cluster; None: the one that RAY_ADDRESS names, else one is started on this machine, and ended by
-              `close`
-    notify    called with what a person should know
-
-    Raises JobError where there is no cluster at the address, or no room for a single replica on this machine.
+    Args:
+        model: a name or path that every node can resolve
+        backend: name of a backend (see `backends.py`)
+        options: options for the backend's `host`; for prefold, keywords of `LLM`. `threads`, `tensor_parallel` and
+            `device` determine how many CPUs and GPUs a replica gets. Without `threads`, a replica gets as many as let
+            all replicas fit on the cluster, each on one node.
+        count: number of replicas; None: as many as fit on the cluster
+        address: of a cluster; None: the cluster of RAY_ADDRESS, else Ray is started on this machine and ended by
+            `close`
+        notify: receives messages for the user
     """
 
     def __init__(
@@ -163,7 +169,7 @@ class RayReplicas(Replicas):
         super().__init__({name: partial(self._host, name) for name in names})
 
     def _host(self, name: str) -> Any:
-        """Returns the host of a replica's new actor."""
+        """Return the host of a replica's new actor."""
         load = self._model, self._options, self._backend, plugins()
         return _ActorHost(self._actor.remote(), load, lambda: self.is_closed)
 
@@ -183,11 +189,11 @@ class RayReplicas(Replicas):
             self._connection = None
 
     def _needs(self, count: int | None) -> dict[str, int]:
-        """Returns the CPUs and GPUs of a replica, and sets its number of threads."""
+        """Return the CPUs and GPUs of a replica, and set its number of threads."""
         nodes, device = _nodes(), self._options.get("device", "auto")
         ranks, threads = self._options.get("tensor_parallel", 1), self._options.get("threads")
         if ":" in device:
-            raise JobError(f"Ray chooses the GPUs of a replica; give cuda in place of {device}")
+            raise JobError(f"Ray chooses the GPUs of a replica; use cuda instead of {device}")
         if device == "cuda" or (device == "auto" and any(node.get("GPU", 0) for node in nodes)):
             return {"CPU": 1, "GPU": ranks}
         if threads is None:
@@ -197,7 +203,7 @@ class RayReplicas(Replicas):
         return {"CPU": threads * ranks, "GPU": 0}
 
     def _check_room(self, count: int | None, needs: Mapping[str, int], notify: Callable[[str], None]) -> int:
-        """Returns how many replicas to start, and notifies the user if the cluster has no room for all of them now."""
+        """Return how many replicas to start. Notify the user if not all of them fit on the cluster now."""
         nodes = _nodes()
         fits = _num_that_fit(nodes, needs)
         share = " and ".join(f"{need} {kind}" for kind, need in needs.items() if need)
@@ -207,18 +213,18 @@ class RayReplicas(Replicas):
         if fits < 1 and len(nodes) == 1:
             raise JobError(f"a replica needs {share}, and the machine has {resources}; ask for less, or name a cluster")
         if fits < (count or 1):
-            message = f"{count or 1} replicas of {share} each were asked for, and the cluster has {resources}"
+            message = f"the job needs {count or 1} replicas with {share} each, and the cluster has {resources}"
             message += " on its nodes" if len(nodes) > 1 else ""
-            notify(f"{message}: {fits} start now" + ("" if fits else ", none before there is a node with room for one"))
+            notify(f"{message}: {fits} start now" + ("" if fits else ", the first when a node has enough resources"))
         return max(1, fits) if count is None else count
 
 
 def _connect(address: str | None) -> threading.Event:
-    """Connects this process to a cluster, or starts one, and returns the event that ends the thread of the connection
-    after `ray.shutdown`. Raises JobError where Ray does not start, or has not answered in time.
+    """Connect this process to a cluster, or start one. Raise JobError if that fails or times out.
 
-    A thread calls `ray.init`, which may wait for ever for a process of Ray that was held up, and which in the main
-    thread replaces the handler of SIGTERM. Linux ends Ray's processes with the thread that started them.
+    Return the event that ends the thread of the connection after `ray.shutdown`. A thread calls `ray.init` for three
+    reasons. The call may wait forever for a stalled process of Ray. In the main thread it would replace the handler of
+    SIGTERM. And Linux ends Ray's processes with the thread that started them.
     """
     outcome, is_over = Future[Any](), threading.Event()
 
@@ -227,8 +233,8 @@ def _connect(address: str | None) -> threading.Event:
             options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
             outcome.set_result(ray.init(address=address, **options))
             is_over.wait()
-        except Exception as error:  # a bare Exception where a node does not come up in time
-            ray.shutdown()  # ends what has started of it
+        except Exception as error:  # Ray raises a bare Exception if a node does not start in time
+            ray.shutdown()  # ends the processes that have started
             outcome.set_exception(error)
 
     threading.Thread(target=connect, name="prefold-ray", daemon=True).start()
@@ -241,22 +247,22 @@ def _connect(address: str | None) -> threading.Event:
         raise JobError(f"{problem}: {reason or type(error).__name__}") from None
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
-        # Ray has put a handler in C++ before Python's, which walks the stack first, and now and then ends the process.
+        # Ray installed a C++ handler in front of Python's. It walks the stack first, and sometimes crashes the process.
         signal.signal(signal.SIGTERM, handler)
     return is_over
 
 
 def _first_lines(error: BaseException) -> str:
-    """Returns the first lines of an error of Ray, without its advice about logs."""
+    """Return the first lines of an error of Ray, without its advice about logs."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400]
 
 
 def _nodes() -> list[dict[str, float]]:
-    """Returns the free resources of each node of the cluster. A replica, an actor, lies on one node."""
+    """Return the free resources of each node. A replica is one actor, so it must fit on one node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _num_that_fit(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, int]) -> int:
-    """Returns how many replicas the nodes have room for."""
+    """Return how many replicas fit on the nodes."""
     return sum(min(int(node.get(kind, 0) // need) for kind, need in needs.items() if need) for node in nodes)

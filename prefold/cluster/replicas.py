@@ -1,5 +1,5 @@
-"""The replicas of a fleet, and the messages between them: a host runs requests and reports answers, and a thread
-listens to each host."""
+"""The replicas of a fleet and their messages. A host runs requests and reports answers; a thread reads each host's
+reports."""
 
 from __future__ import annotations
 
@@ -24,112 +24,86 @@ from ..trie.order import SpooledRequest, decode_options
 
 T = TypeVar("T")
 
-RESTARTS = 3  # how often a replica is started again without an answer in between
-LONGEST_WAIT = 0.5  # the most seconds that a report waits for news
-_GUESSED_OUTPUT = 256  # the expected tokens of an output without max_tokens
-_TAG = struct.Struct("<QQ")  # number of the lease, place of the request in the order
+RESTARTS = 3  # how often a replica is restarted without an answer in between
+LONGEST_WAIT = 0.5  # a report waits at most this many seconds for news
+_GUESSED_OUTPUT = 256  # expected length of an output without max_tokens, in tokens
+_TAG = struct.Struct("<QQ")  # number of the lease, place of the request in its source
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """A ReplicaFacts describes a replica that is ready. The replicas of a fleet must agree in `identity`.
+    """Facts of a ready replica. The replicas of a fleet must agree in `identity`."""
 
-    identity          {name: value} of everything that results depend on (versions, weights, dtype)
-    max_rows          the most rows of a step
-    max_running       the most sequences that run at once
-    at_once           how many prompts it reads at once; 0: those of a step
-    is_server         whether other clients may use it too, so that only the number of its requests is bounded
-    dies_of_requests  whether a request may be the reason of its loss
-    dtype             the dtype of its computations
-    cache_rows        how many rows its KV store holds; 0: unknown
-    reports_cache     whether it can report the events of its cache
-    reserves_output   whether it sets room aside for the longest output that a request may have
-    steps_overlap     whether its steps overlap, so that their seconds must not be added up
-    """
-
-    identity: dict[str, str] = field(default_factory=dict)
-    max_rows: int = 4096
-    max_running: int = 256
-    at_once: int = 0
-    is_server: bool = False
-    dies_of_requests: bool = True
-    dtype: str = ""
-    cache_rows: int = 0
-    reports_cache: bool = False
-    reserves_output: bool = False
-    steps_overlap: bool = False
+    identity: dict[str, str] = field(
+        default_factory=dict
+    )  # everything that results depend on: versions, weights, dtype
+    max_rows: int = 4096  # maximum number of rows of a step
+    max_running: int = 256  # maximum number of sequences that run at once
+    at_once: int = 0  # how many prompts it reads at once; 0: the prompts of a step
+    is_server: bool = False  # whether other clients may use it too; then only the number of its requests is bounded
+    dies_of_requests: bool = True  # whether a request may be the reason of its loss
+    dtype: str = ""  # the compute dtype
+    cache_rows: int = 0  # rows that fit in its KV store; 0: unknown
+    reports_cache: bool = False  # whether it can report the events of its cache
+    reserves_output: bool = False  # whether it reserves memory for the longest possible output of a request
+    steps_overlap: bool = False  # whether its steps overlap; their seconds must not be added up then
 
 
 @dataclass(frozen=True, slots=True)
 class RunCall:
-    """A RunCall says how requests run. A replica runs requests of one call at a time.
-
-    text    whether tokens are turned into text, by the replica's own tokenizer
-    online  whether requests come as a stream: last rows are then read in the KV store, and the replica reports the
-            events of its cache
-    """
+    """The options with which requests run. A replica runs requests of one call at a time."""
 
     readout: Readout
     sharing: Sharing = "full"
     max_batch_rows: int | None = None
-    text: bool = False
+    text: bool = False  # whether the replica's own tokenizer converts tokens to text
+    # Whether requests arrive as a stream. Last rows are then read in the KV store, and the replica reports the events
+    # of its cache.
     online: bool = False
 
     @property
     def in_slots(self) -> bool:
-        """Returns whether requests run in the KV store."""
+        """Return whether requests run in the KV store."""
         generates, kind = self.readout.kind == "tokens", self.readout.kind
         return generates or (self.online and self.sharing == "full" and (kind in LAST_ROW_KINDS or kind == "logprobs"))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReady:
-    """A ReplicaReady says that a replica has loaded its model."""
+    """The event that a replica has loaded its model."""
 
     facts: ReplicaFacts
 
 
 @dataclass(slots=True)
 class ReplicaReport:
-    """A ReplicaReport holds the news of a replica since its last report.
+    """The news of a replica since its last report."""
 
-    answers     (number of the lease, place of the request, answer) of each answered request
-    steps       the steps of its engine, with `started_at` in seconds before the report; for a server and for vLLM, an
-                entry for each answer
-    stats       the counters of its engine since the last report
-    events      the events of its cache since the last report
-    failure     the error after which its engine cannot go on
-    is_at_work  whether it makes progress of which the report has no other sign
-    """
-
-    answers: list[tuple[int, int, Any]] = field(default_factory=list)
+    answers: list[tuple[int, int, Any]] = field(default_factory=list)  # (number of the lease, place, answer)
+    # The steps of its engine. `started_at` is in seconds before the report. Servers and vLLM have a step per answer.
     steps: list[StepInfo] = field(default_factory=list)
-    stats: Stats | None = None
-    events: CacheEvents | None = None
-    failure: Exception | None = None
-    is_at_work: bool = False
+    stats: Stats | None = None  # the counters of its engine since the last report
+    events: CacheEvents | None = None  # the events of its cache since the last report
+    failure: Exception | None = None  # the error after which its engine cannot continue
+    is_at_work: bool = False  # whether it makes progress that nothing else in the report shows
 
     @property
     def shows_progress(self) -> bool:
-        """Returns whether the replica made progress: a step, a change of its cache, or its own word."""
+        """Return whether the replica made progress: a step, a change of its cache, or `is_at_work`."""
         return bool(self.steps or self.events is not None or self.is_at_work)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """A ReplicaLost says that a replica is gone, and its requests with it.
-
-    returns  whether it comes back
-    died     whether it has ended, perhaps because of a request; otherwise only messages to and from it were lost
-    """
+    """The event that a replica is gone, with its requests."""
 
     reason: str
-    returns: bool = False
-    died: bool = True
+    returns: bool = False  # whether it comes back
+    died: bool = True  # whether it ended, perhaps because of a request; if not, only messages to or from it were lost
 
 
 class ReplicaDown(Exception):
-    """A ReplicaDown is raised when a replica cannot be reached or used. The fields are those of ReplicaLost."""
+    """Raised if a replica cannot be reached or used. For the fields see ReplicaLost."""
 
     def __init__(self, reason: str, *, returns: bool = True, died: bool = True):
         super().__init__(reason)
@@ -137,7 +111,7 @@ class ReplicaDown(Exception):
 
 
 def in_words(error: BaseException) -> str:
-    """Returns the text of an error for a person; a foreign error has its type before it."""
+    """Return the message of an error for the user. The message of a foreign error starts with its type."""
     is_plain = isinstance(error, (PrefoldError, ReplicaDown))
     return str(error) if is_plain else f"{type(error).__name__}: {error}"
 
@@ -146,14 +120,23 @@ ReplicaEvent = ReplicaReady | ReplicaReport | ReplicaLost
 
 
 def cannot_ask(backend: str, option: str, without: str) -> InputError:
-    """Returns the error for an option of a request that a backend lacks. without: how to run the model instead."""
+    """Return the error for an option of a request that a backend lacks.
+
+    Args:
+        without: how to run the model instead
+    """
     remedy = f"leave it out, or run the model {without}"
     return InputError(f"{backend} cannot be asked for {option}", field=option, remedy=remedy, code="unsupported")
 
 
 def generation_stats(prompt: int, generated: int, cached: int) -> Stats:
-    """Returns the Stats of one answer. prompt, made, cached: how many tokens the prompt has, were made, and were
-    cached."""
+    """Return the Stats of one answer.
+
+    Args:
+        prompt: tokens of the prompt
+        generated: generated tokens
+        cached: tokens of the prompt that were cached
+    """
     rows = prompt - cached
     generation = GenerationStats(
         generated_tokens=generated, prefill_rows=rows, decode_rows=generated, first_admission_hits=cached
@@ -162,7 +145,8 @@ def generation_stats(prompt: int, generated: int, cached: int) -> Stats:
 
 
 def expected_limit(request: SpooledRequest) -> int:
-    """Returns the most tokens that a request generates: a guess without max_tokens, 0 for embeddings and scores."""
+    """Return the maximum number of tokens that a request generates: a guess without max_tokens, 0 for embeddings and
+    scores."""
     sampling, _ = decode_options(request.options)
     if sampling is None:
         return 0
@@ -170,26 +154,26 @@ def expected_limit(request: SpooledRequest) -> int:
 
 
 def tag_of(number: int, place: int) -> bytes:
-    """Returns the tag of a request in a lease's windows."""
+    """Return the tag of a request in a lease's windows."""
     return _TAG.pack(number, place)
 
 
 def place_of(tag: bytes) -> tuple[int, int]:
-    """Returns (number of the lease, place of the request) of a tag by `tag_of`."""
+    """Return (number of the lease, place of the request) from a tag of `tag_of`."""
     number, place = _TAG.unpack(tag)
     return number, place
 
 
 def requests_of(windows: Sequence[Window]) -> Iterator[tuple[int, int, Any]]:
-    """Yields (number of the lease, place, Request) of every request."""
+    """Yield (number of the lease, place, Request) of every request."""
     for window in windows:
         for number, tag in enumerate(window.tags):
             yield *place_of(tag), window.request(number)
 
 
 class Host(ABC):
-    """A Host is a replica from the inside: it runs windows of requests. Any thread may call it; only one calls
-    `report`."""
+    """The computing side of a replica: it runs windows of requests. Any thread may call the methods, but only one
+    thread calls `report`."""
 
     facts: ReplicaFacts
 
@@ -199,30 +183,32 @@ class Host(ABC):
 
     @abstractmethod
     def begin(self, call: RunCall) -> None:
-        """Begins a run of requests of this call; the run before it ends."""
+        """Start a run of requests of this call. The run before it ends."""
 
     def hold(self, pictures: list[Any], dropped: list[int]) -> None:
-        """Takes the images of later windows, and drops others, by their first ids. Raises JobError if the model
-        takes only text."""
-        raise JobError("these replicas take text alone; leave out the images")
+        """Store images for later windows, and drop other images by their first ids.
+
+        Raise JobError if the model accepts only text.
+        """
+        raise JobError("these replicas accept only text; remove the images")
 
     @abstractmethod
     def give(self, windows: list[Window]) -> None:
-        """Takes windows of the run."""
+        """Accept windows of the run."""
 
     @abstractmethod
     def end(self) -> None:
-        """Ends the run; requests without an answer are dropped."""
+        """End the run. Requests without an answer are dropped."""
 
     def report_anew(self) -> None:  # noqa: B027  # most hosts report no cache
-        """Makes the next report contain all rows of the cache anew."""
+        """Make the next report contain all rows of the cache."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the run, and the processes that compute."""
+        """End the run and the processes that compute."""
 
     def report(self, wait: float = LONGEST_WAIT) -> ReplicaReport:
-        """Returns the news since the last report; waits for news, at most `wait` seconds."""
+        """Return the news since the last report. Wait for news, at most `wait` seconds."""
         with self._changed:
             self._changed.wait_for(self._has_news, wait)
             self._report, report = ReplicaReport(), self._report
@@ -236,20 +222,21 @@ class Host(ABC):
         return bool(report.answers or report.steps or report.failure or report.is_at_work)
 
     def _complete(self, report: ReplicaReport) -> None:  # noqa: B027  # most hosts add nothing
-        """Adds news to a report that are only read when it is made."""
+        """Add news to a report that are only read when the report is made."""
 
     def _fail(self, error: Exception) -> None:
-        """Reports the error after which the host cannot go on."""
+        """Report the error after which the host cannot continue."""
         with self._changed:
             self._report.failure = self._report.failure or error
             self._changed.notify()
 
 
 class AsyncHost(Host):
-    """An AsyncHost is a host whose requests another system computes: an event loop in a thread sends them, a bounded
-    number at a time.
+    """A host for another system that computes. An event loop in a thread sends requests to it, a bounded number at a
+    time.
 
-    name  the name of the thread
+    Args:
+        name: the name of the thread
     """
 
     def __init__(self, name: str) -> None:
@@ -258,21 +245,21 @@ class AsyncHost(Host):
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._call: RunCall | None = None
-        self._run = 0  # the number of the run; answers of earlier runs are dropped
+        self._run = 0  # the number of the run; answers to earlier runs are dropped
         self._waiting: deque[tuple[int, int, Request]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @abstractmethod
     def _refusal(self, call: RunCall) -> str:
-        """Returns why this kind of run is impossible; "" if it is possible."""
+        """Return why runs of this kind are impossible; "" if they are possible."""
 
     @abstractmethod
     def _num_to_ask(self, call: RunCall) -> int:
-        """Returns how many waiting requests are sent together now; 0 if enough are in flight."""
+        """Return how many waiting requests to send together now; 0 if enough are in flight."""
 
     @abstractmethod
     async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
-        """Returns the answers to requests, and the counters. Raises InputError for options that the system lacks."""
+        """Return the answers to requests, and the counters. Raise InputError for options that the system lacks."""
 
     def begin(self, call: RunCall) -> None:
         if reason := self._refusal(call):
@@ -293,12 +280,12 @@ class AsyncHost(Host):
             self._thread.join(5)
 
     def _cancel(self) -> None:
-        """Ends all tasks. Raises TimeoutError if the loop hangs."""
+        """End all tasks. Raise TimeoutError if the loop hangs."""
         if self._thread.is_alive():
             self._spawn(self._leave()).result(10)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine in the loop."""
+        """Start a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # ------------------------------------------------------------------------------------------ in the thread
@@ -322,7 +309,7 @@ class AsyncHost(Host):
             self._fill()
 
     def _fill(self) -> None:
-        """Sends waiting requests while there is room."""
+        """Send waiting requests while there is free capacity."""
         while self._waiting and (call := self._call) is not None and (count := self._num_to_ask(call)):
             requests = [self._waiting.popleft() for _ in range(count)]
             task = self._loop.create_task(self._answer(call, self._run, requests))
@@ -354,14 +341,15 @@ class AsyncHost(Host):
 
 
 class Replicas:
-    """A Replicas holds the replicas of a fleet; a thread for each makes its host and listens to it.
+    """The replicas of a fleet. One thread per replica creates its host and reads its reports.
 
-    makes   {name: function that makes the host}, called again after a host was killed, or has failed
-    killed  the reason for a killed host's loss
+    After `start`, any thread calls `tell(name, event)`: first with ReplicaReady, then with reports. If the replica is
+    gone it calls with ReplicaLost, and again with ReplicaReady when the replica is back. Orders reach a replica in the
+    order of the calls. Only `close` waits for a replica.
 
-    After `start`, any thread calls `tell(name, event)`: with ReplicaReady, then reports, with ReplicaLost when the
-    replica is gone, and with ReplicaReady when it is back. Orders reach a replica in the order of the calls. Only
-    `close` waits for a replica.
+    Args:
+        makes: {name: function that creates the host}; called again after a host was killed or failed
+        killed: the reason in ReplicaLost for a killed host
     """
 
     def __init__(self, makes: Mapping[str, Callable[[], Host]], *, killed: str = "it was killed"):
@@ -374,24 +362,28 @@ class Replicas:
         self._threads: list[threading.Thread] = []
 
     def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
-        """Starts the threads that make the hosts. tell: called with the name and the events of each replica"""
+        """Start the threads that create the hosts.
+
+        Args:
+            tell: receives the name and the events of each replica
+        """
         self._tell = tell
         for name in self.names:
             self._threads.append(threading.Thread(target=self._serve, args=(name,), name="prefold-host", daemon=True))
             self._threads[-1].start()
 
     def order(self, name: str, method: str, *arguments: Any) -> None:
-        """Calls `begin`, `hold`, `give`, `end` or `report_anew` of a replica's host, if it is ready."""
+        """Call `begin`, `hold`, `give`, `end` or `report_anew` of a replica's host, if it is ready."""
         if (host := self._hosts.get(name)) is not None:
             getattr(host, method)(*arguments)
 
     def kill(self, name: str) -> None:
-        """Ends a replica that hangs, or has failed. `ReplicaLost` follows."""
+        """End a replica that hangs or failed. `ReplicaLost` follows."""
         with self._lock:
-            self._hosts.pop(name, None)  # its thread sees that, and closes the host
+            self._hosts.pop(name, None)  # its thread notices, and closes the host
 
     def close(self) -> None:
-        """Ends all replicas."""
+        """End all replicas."""
         with self._lock:
             self.is_closed = True
             self._hosts.clear()
@@ -399,7 +391,7 @@ class Replicas:
             thread.join(30)
 
     def _serve(self, name: str) -> None:
-        """Makes a host and passes on its reports; makes another after it was killed, or has failed."""
+        """Create a host and forward its reports. Create another host after it was killed or failed."""
         host: Host | None = None
         returns = True
         while returns and not self.is_closed:
@@ -421,13 +413,14 @@ class Replicas:
                 try:
                     host.close()
                 except Exception as error:
-                    reason += f", and did not end as it should: {in_words(error)}"
+                    reason += f", and did not end cleanly: {in_words(error)}"
                 host = None
             if not self.is_closed:
                 self._tell(name, ReplicaLost(reason, returns, down.died))
 
     def _pass_on(self, name: str, host: Host) -> None:
-        """Passes on that a host is ready, and its reports until it is killed. Raises ReplicaDown when it is lost."""
+        """Report that a host is ready, and forward its reports until it is killed. Raise ReplicaDown when it is
+        lost."""
         with self._lock:
             if self.is_closed:
                 return

@@ -1,9 +1,8 @@
-"""The router: it chooses the replica of a request.
+"""The router chooses the replica of a request.
 
-It keeps one trie of which replica holds which rows, fed by numbered events of the replicas' caches, and for each
-replica its speed and the work that it was sent and has not done. It computes nothing, waits for nothing and has no
-clock. Its driver tells it of replicas (`join`, `leave`), of their events (`take`) and steps (`worked`), and of requests
-(`send`, `end`).
+It has one trie of which replica has which rows, fed by numbered events of the replicas' caches. It also has the speed
+and the open work of each replica. It computes nothing, waits for nothing and has no clock. The driver reports replicas
+(`join`, `leave`), their events (`take`), steps (`worked`), and requests (`send`, `end`).
 """
 
 from __future__ import annotations
@@ -20,69 +19,58 @@ from ..spec.requests import NO_NAMESPACE
 from ..trie import token_bytes
 from .prefixes import EstimatedCache, Place, PrefixIndex
 
-_FEW = 16  # the mean length of outputs counts as if so many more outputs had ended at their limits
-# The fields of a Standing with a number for each replica, in the order of `Router._standing`.
+_FEW = 16  # prior for the mean length of outputs: this many outputs that ended at their limits
+# The fields of a Standing with one number per replica, in the order of `Router._standing`.
 _COLUMNS = ("waits", "starts", "prefill_seconds", "requests", "total", "cached_rows", "capacity")
-_LARGE_PART = 0.3  # of a prefix
-_DECAY = 0.98  # the weight of a measurement as a share of the next one's: about the last 50 count
+_LARGE_PART = 0.3  # a replica with this share of a prefix counts as a holder of the prefix
+_DECAY = 0.98  # the weight of a measurement relative to the next one; about the last 50 count
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Standing:
-    """A Standing holds the numbers by which a policy chooses a prompt's replica; arrays have an entry for each of R.
+    """The facts by which a policy chooses a prompt's replica. Arrays have one entry for each of R replicas."""
 
-    rows             rows of the prompt
-    prefix           the bytes of the leading tokens that it shares with its bucket
-    allowed          bool [R]: whether the replica may be chosen; at least one may
-    matched_rows     int64 [R]: leading rows that the replica holds, or will hold after the work that it was sent
-    waits            float64 [R]: seconds until the replica has done the work that it was sent
-    starts           float64 [R]: seconds until it begins with the next request that it is sent
-    prefill_seconds  float64 [R]: seconds for one row of a prompt
-    requests         float64 [R]: requests that it was sent and that have not ended
-    total            float64 [R]: requests that it was ever sent
-    cached_rows      float64 [R]: rows in its cache
-    capacity         float64 [R]: rows that fit into its cache; infinite if unknown
-    """
-
-    rows: int
-    prefix: bytes
-    allowed: np.ndarray
-    matched_rows: np.ndarray
-    waits: np.ndarray
-    starts: np.ndarray
-    prefill_seconds: np.ndarray
-    requests: np.ndarray
-    total: np.ndarray
-    cached_rows: np.ndarray
-    capacity: np.ndarray
+    rows: int  # rows of the prompt
+    prefix: bytes  # the leading tokens that it shares with its bucket
+    allowed: np.ndarray  # bool [R]: whether the replica may be chosen; at least one may
+    matched_rows: np.ndarray  # int64 [R]: leading rows that the replica has, or will have after its open work
+    waits: np.ndarray  # float64 [R]: seconds until the replica has finished its open work
+    starts: np.ndarray  # float64 [R]: seconds until it starts the next request that it is sent
+    prefill_seconds: np.ndarray  # float64 [R]: seconds per row of a prompt
+    requests: np.ndarray  # float64 [R]: open requests
+    total: np.ndarray  # float64 [R]: requests that it was ever sent
+    cached_rows: np.ndarray  # float64 [R]: rows in its cache
+    capacity: np.ndarray  # float64 [R]: rows that fit in its cache; infinite if unknown
 
     def least(self, values: np.ndarray, among: np.ndarray | None = None) -> int:
-        """Returns the number of the allowed replica, or of the one `among` these (bool [R]), with the least value."""
+        """Return the number of the replica with the least value, among the allowed ones or `among` these (bool [R])."""
         return int(np.argmin(np.where(self.allowed if among is None else among, values, np.inf)))
 
 
 class Policy(Protocol):
     def choose(self, standing: Standing) -> int:
-        """Returns the number of the replica that should get the prompt; changes nothing."""
+        """Return the number of the replica that should get the prompt. Change nothing."""
         ...
 
     def sent(self, standing: Standing, replica: int) -> None:
-        """Books that the prompt was sent to that replica."""
+        """Record that the prompt was sent to a replica."""
         ...
 
 
 class Forgetful:
     def sent(self, standing: Standing, replica: int) -> None:
-        """Does nothing: the policy keeps no memory of its choices."""
+        """Do nothing: the policy does not depend on earlier choices."""
 
 
 class BestStart(Forgetful):
-    """A BestStart chooses the replica that would have computed the prompt first: after the prompts that it was sent
-    before, when it has room, and after the rows of this prompt that it does not hold. So a prefix is computed a second
-    time only if waiting for its holder takes longer.
+    """The policy that chooses the replica which would have computed the prompt first.
 
-    recompute_weight  the weight of a row that is computed again, since it delays later requests too
-    output_weight     the weight of the time of outputs: they make steps longer, but keep no request waiting
+    The estimate counts the replica's open prompts, the wait for free slots, and the rows of this prompt that it lacks.
+    A prefix is therefore computed a second time only if waiting for its holder takes longer.
+
+    Attributes:
+        recompute_weight: weight of a row that is computed again, because it delays later requests too
+        output_weight: weight of the time of outputs; they lengthen steps but do not block requests
     """
 
     recompute_weight, output_weight = 3.0, 0.05
@@ -94,7 +82,7 @@ class BestStart(Forgetful):
 
 
 class RoundRobin:
-    """A RoundRobin chooses the replicas in turn."""
+    """The policy that chooses the replicas in turn."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -108,7 +96,7 @@ class RoundRobin:
 
 
 class LeastLoaded(Forgetful):
-    """A LeastLoaded chooses the replica with the fewest requests that have not ended."""
+    """The policy that chooses the replica with the fewest open requests."""
 
     def choose(self, standing: Standing) -> int:
         return standing.least(standing.requests)
@@ -122,7 +110,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_named(name: str) -> Policy:
-    """Returns a new policy. Raises InputError for an unknown name."""
+    """Return a new policy. Raise InputError for an unknown name."""
     if name not in POLICIES:
         raise InputError(f"there is no policy {name!r}", field="policy", remedy=f"use {', '.join(POLICIES)}")
     return POLICIES[name]()
@@ -130,10 +118,10 @@ def policy_named(name: str) -> Policy:
 
 @dataclass(slots=True)
 class Speed:
-    """A Speed estimates a replica's time for rows: seconds = prefill * (rows of prompts) + decode * (rows of outputs).
+    """An estimate of a replica's time for rows: seconds = prefill * (rows of prompts) + decode * (rows of outputs).
 
-    Both factors are fitted to measured steps by least squares, in which older steps count for less. Before the first
-    measurement they have the values of the constructor.
+    Both factors are fitted to measured steps by least squares. Older steps have less weight. Before the first
+    measurement the factors are the arguments of the constructor.
     """
 
     prefill: float = 1e-4
@@ -142,11 +130,11 @@ class Speed:
 
     @property
     def is_measured(self) -> bool:
-        """Returns whether anything was measured."""
+        """Return whether anything was measured."""
         return self._sums[3] + self._sums[4] > 0
 
     def measure(self, prefill_rows: int, decode_rows: int, seconds: float) -> None:
-        """Records that one or several steps computed these rows in so many seconds."""
+        """Record that one or more steps computed these rows in `seconds`."""
         p, d = float(prefill_rows), float(decode_rows)
         new = (p * p, p * d, d * d, p * seconds, d * seconds)
         self._sums = [_DECAY * old + value for old, value in zip(self._sums, new, strict=True)]
@@ -157,7 +145,7 @@ class Speed:
             if prefill > 0 and decode > 0:
                 self.prefill, self.decode = prefill, decode
                 return
-        # The two cannot be told apart: both are scaled, so that together they explain the measured seconds.
+        # The two factors cannot be separated. Scale both so that together they explain the measured seconds.
         expected = self.prefill * self.prefill * pp + 2 * self.prefill * self.decode * pd + self.decode**2 * dd
         if expected > 0:
             scale = (self.prefill * ps + self.decode * ds) / expected
@@ -166,70 +154,65 @@ class Speed:
 
 @dataclass(slots=True)
 class Outputs:
-    """An Outputs estimates the length of outputs, as their mean share of their limits; all replicas have the same."""
+    """An estimate of the length of outputs, for all replicas: the mean share of their limits."""
 
     num_ended: int = 0
-    shares: float = 0.0  # the sum
+    shares: float = 0.0  # sum of (length / limit)
 
     def end(self, rows: int, limit: int) -> None:
-        """Records that an output with this limit has ended after so many tokens."""
+        """Record that an output with this limit ended after `rows` tokens."""
         self.num_ended += 1
         self.shares += min(1.0, rows / limit)
 
     def expected(self, limit: int) -> int:
-        """Returns the expected number of tokens of outputs whose limits add up to `limit`."""
+        """Return the expected number of tokens of outputs whose limits add up to `limit`."""
         share = (self.shares + _FEW) / (self.num_ended + _FEW)
         return max(1, round(share * limit)) if limit else 0
 
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """A ReplicaLoad counts the work that a replica was sent and has not done.
-
-    requests      requests that have not ended
-    prefill_rows  rows of their prompts that the replica did not hold when they were sent
-    limits        the most rows that their outputs may have
-    total         requests that the replica was ever sent
-    """
+    """The open work of a replica."""
 
     speed: Speed = field(default_factory=Speed)
     outputs: Outputs = field(default_factory=Outputs)
-    requests: int = 0
-    prefill_rows: int = 0
-    limits: int = 0
-    total: int = 0
-    # Rows that steps have computed for requests that have not ended; the rows above include them.
+    requests: int = 0  # open requests
+    prefill_rows: int = 0  # rows of their prompts that the replica lacked when they were sent
+    limits: int = 0  # maximum number of rows of their outputs
+    total: int = 0  # requests that the replica was ever sent
+    # Rows that steps have computed for open requests. The rows above include them.
     _prefill_done: int = 0
     _decode_done: int = 0
 
     @property
     def decode_rows(self) -> int:
-        """Returns the expected rows of the outputs of open requests."""
+        """Return the expected rows of the outputs of open requests."""
         return self.outputs.expected(self.limits)
 
     def send(self, prefill_rows: int, limit: int) -> None:
-        """Books that the replica is sent a request."""
+        """Record that the replica is sent a request."""
         self.requests += 1
         self.total += 1
         self.prefill_rows += prefill_rows
         self.limits += limit
 
     def work(self, prefill_rows: int, decode_rows: int, seconds: float) -> None:
-        """Books one or several steps of the replica."""
+        """Record one or more steps of the replica."""
         self.speed.measure(prefill_rows, decode_rows, seconds)
         self._prefill_done += prefill_rows
         self._decode_done += decode_rows
 
     def end(self, booked: tuple[int, int], actual: tuple[int, int]) -> None:
-        """Books the end of a request.
+        """Record the end of a request.
 
-        booked  its (prefill rows, limit of its output) as of `send`
-        actual  its (prefill rows, decode rows) that were computed
+        Args:
+            booked: its (prefill rows, limit of its output) as of `send`
+            actual: its (prefill rows, decode rows) that were computed
         """
         self.requests -= 1
         self.prefill_rows -= booked[0]
         self.limits -= booked[1]
-        # A replica that does not report its steps has no such rows.
+        # These are 0 for a replica that does not report its steps.
         self._prefill_done = max(0, self._prefill_done - actual[0])
         self._decode_done = max(0, self._decode_done - actual[1])
         if not self.requests:
@@ -237,63 +220,53 @@ class ReplicaLoad:
 
     @property
     def remaining_rows(self) -> tuple[int, int]:
-        """Returns (prefill rows, decode rows) that are still to be computed."""
+        """Return (prefill rows, decode rows) that remain to be computed."""
         return max(0, self.prefill_rows - self._prefill_done), max(0, self.decode_rows - self._decode_done)
 
     def seconds_to_start(self, capacity: float) -> float:
-        """Returns how long the next request waits: for the prompts before it, and for room among `capacity` rows, which
-        becomes free as requests end."""
+        """Return how long the next request waits: for the prompts before it, and for free slots among `capacity` rows.
+
+        Slots become free as requests end.
+        """
         booked = self.prefill_rows + self.decode_rows
         over = max(0.0, booked - capacity)
         return self.remaining_rows[0] * self.speed.prefill + (self.seconds * over / booked if over else 0.0)
 
     @property
     def seconds(self) -> float:
-        """Returns how long the remaining work takes."""
+        """Return how long the remaining work takes."""
         return self.seconds_at(self.speed)
 
     def seconds_at(self, speed: Speed) -> float:
-        """Returns how long the remaining work takes at another speed."""
+        """Return how long the remaining work takes at another speed."""
         prefill, decode = self.remaining_rows
         return prefill * speed.prefill + decode * speed.decode
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prompt:
-    """A Prompt is the part of a request that the router needs.
+    """The part of a request that the router needs."""
 
-    tokens     int32 [n], n >= 1
-    limit      the most tokens of its output; 0 if only numbers are read
-    namespace  prompts of two namespaces share nothing
-    prefix     how many leading tokens it shares with its bucket; None: all
-    """
-
-    tokens: np.ndarray
-    limit: int = 0
-    namespace: Hashable = NO_NAMESPACE
-    prefix: int | None = None
+    tokens: np.ndarray  # int32 [n], n >= 1
+    limit: int = 0  # maximum number of tokens of its output; 0 for numeric read-outs
+    namespace: Hashable = NO_NAMESPACE  # prompts of different namespaces share nothing
+    prefix: int | None = None  # how many leading tokens it shares with its bucket; None: all
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SentRequest:
-    """A SentRequest is a request that a replica has.
-
-    matched_rows    leading rows that the replica held, or was about to compute, when the request was sent
-    estimated_rows  leading rows that it held then, of a replica that does not report its cache; 0 of others
-    """
+    """A request that a replica has."""
 
     replica: Hashable
     prompt: Prompt
-    matched_rows: int
+    matched_rows: int  # leading rows that the replica had, or was about to compute, when the request was sent
     place: Place
-    estimated_rows: int = 0
+    estimated_rows: int = 0  # leading rows that its estimated cache had then; 0 if the replica reports its cache
 
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A _Member is a replica, with its place in its stream of events, and its runs as (end in the trie, first
-    position).
-    """
+    """A replica, with its position in its stream of cache events and its cached runs."""
 
     name: Hashable
     number: int
@@ -304,13 +277,16 @@ class _Member:
     next_event: int = 0
     is_whole: bool = False
     cached_rows: int = 0
-    runs: dict[Hashable, tuple[Place, int]] = field(default_factory=dict)
+    runs: dict[Hashable, tuple[Place, int]] = field(
+        default_factory=dict
+    )  # {run: (its end in the trie, first position)}
 
 
 class Router:
-    """A Router chooses replicas by a policy, one of `POLICIES`.
+    """The router with one of the `POLICIES`.
 
-    in_flight  the requests that replicas have, by key
+    Attributes:
+        in_flight: {key: request} of the open requests
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
@@ -330,11 +306,12 @@ class Router:
     def join(
         self, name: Hashable, *, speed: Speed | None = None, capacity: int | None = None, reports: bool = True
     ) -> None:
-        """Adds a replica.
+        """Add a replica.
 
-        speed     its speed before it is measured; None: a guess
-        capacity  how many rows its cache holds; None: unknown
-        reports   whether it reports the events of its cache; otherwise its cache is estimated
+        Args:
+            speed: its speed before it is measured; None: a guess
+            capacity: rows that fit in its cache; None: unknown
+            reports: whether it reports the events of its cache; if not, its cache is estimated
         """
         if name in self.members:
             raise InputError(f"there is a replica {name!r} already", field="replica", remedy="give it another name")
@@ -347,7 +324,7 @@ class Router:
         self._numbers[number] = self.members[name] = member
 
     def leave(self, name: Hashable) -> list[Hashable]:
-        """Removes a replica; returns the keys of its requests that have not ended."""
+        """Remove a replica. Return the keys of its open requests."""
         member = self.members.pop(name)
         keys = [key for key, request in self.in_flight.items() if request.replica == name]
         for key in keys:
@@ -362,8 +339,11 @@ class Router:
     # ----------------------------------------------------------------------------------------------- held rows
 
     def take(self, name: Hashable, events: CacheEvents) -> bool:
-        """Takes events of a replica's cache. Returns False if events are missing or contradict earlier ones: the router
-        then keeps its knowledge until a snapshot comes (`CacheReporter.snapshot`)."""
+        """Record events of a replica's cache.
+
+        Return False if events are missing or contradict earlier ones. The router then keeps its present state until a
+        snapshot arrives (`CacheReporter.snapshot`).
+        """
         member = self.members[name]
         if events.epoch < member.epoch:
             return member.is_whole
@@ -390,7 +370,7 @@ class Router:
         index, runs, bit = self.index, member.runs, 1 << member.number
         if isinstance(event, RowsStored):
             if event.run in runs and event.after != event.run:
-                return  # the run is known already
+                return  # the run is already known
             above = None if event.after is None else runs[event.after][0]
             start = 0 if above is None else above.stop
             place = index.enter(event.namespace, token_bytes(event.tokens), above)
@@ -417,23 +397,25 @@ class Router:
         member.runs, member.cached_rows = {}, 0
 
     def matched_rows(self, prompt: Prompt) -> dict[Hashable, int]:
-        """Returns {replica: how many leading rows of a prompt it holds, or will hold after the work that it was sent};
-        replicas without such rows are left out."""
+        """Return {replica: how many leading rows of a prompt it has, or will have after its open work}.
+
+        Replicas without such rows are left out.
+        """
         rows = self._matched_rows(prompt.namespace, token_bytes(prompt.tokens))
         return {self._numbers[i].name: int(rows[i]) for i in np.flatnonzero(rows).tolist()}  # type: ignore[union-attr]
 
     def holders(self, namespace: Hashable, prefix: np.ndarray) -> list[Hashable]:
-        """Returns the replicas that hold, or will hold, a large part of a prefix."""
+        """Return the replicas that have, or will have, a large part of a prefix."""
         rows = self._matched_rows(namespace, token_bytes(prefix))
         return [self._numbers[i].name for i in np.flatnonzero(rows >= max(1, _LARGE_PART * len(prefix))).tolist()]  # type: ignore[union-attr]
 
     def seconds_to_wait(self, replica: Hashable) -> float:
-        """Returns how long a replica needs for its remaining work."""
+        """Return how long a replica needs for its remaining work."""
         return self.members[replica].load.seconds
 
     def _matched_rows(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
         rows = np.zeros(len(self._numbers), np.int64)
-        before, stop = -1, 0  # the bits of the replicas that have all places so far, at first of any; and their rows
+        before, stop = -1, 0  # bits of the replicas that have all places so far (-1: all replicas), and their rows
         for place, same in self.index.match(namespace, tokens):
             now = before & (place.holders | place.coming_holders if with_coming else place.holders)
             if now != before:
@@ -449,9 +431,10 @@ class Router:
     # ------------------------------------------------------------------------------------------------ requests
 
     def choose(self, prompt: Prompt, among: Collection[Hashable] | None = None) -> Hashable | None:
-        """Returns the replica that should get a prompt, None if there is none; changes nothing.
+        """Return the replica that should get a prompt; None if there is none. Change nothing.
 
-        among  the replicas that may get it; None: all
+        Args:
+            among: the replicas that may get it; None: all
         """
         standing = self._standing(prompt, self.members if among is None else among)
         if not standing.allowed.any():
@@ -461,9 +444,11 @@ class Router:
         return member.name
 
     def send(self, key: Hashable, prompt: Prompt, replica: Hashable) -> SentRequest:
-        """Books that a replica is sent a request. Raises InputError if a request with this key is in flight."""
+        """Record that a replica is sent a request. Raise InputError if a request with this key is open."""
         if key in self.in_flight:
-            raise InputError(f"the request {key!r} was sent already", field="key", remedy="give each its own key")
+            raise InputError(
+                f"the request {key!r} was already sent", field="key", remedy="use a unique key per request"
+            )
         member = self.members[replica]
         if not isinstance(self.policy, Forgetful):
             self.policy.sent(self._standing(prompt, self.members), member.number)
@@ -479,15 +464,16 @@ class Router:
         return request
 
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
-        """Books that a replica has computed these rows in so many seconds. Without such calls its load falls only as
+        """Record that a replica has computed these rows in `seconds`. Without such calls its load falls only when
         requests end."""
         self.members[replica].load.work(prefill_rows, decode_rows, seconds)
 
     def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> SentRequest:
-        """Books the end of a request.
+        """Record the end of a request.
 
-        output_rows  how many tokens it made; None: it failed, or was taken back
-        cached_rows  how many rows of its prompt were cached; None: unknown
+        Args:
+            output_rows: how many tokens it generated; None: it failed, or was taken back
+            cached_rows: how many rows of its prompt were cached; None: unknown
         """
         request = self.in_flight.pop(key)
         member, prompt = self.members[request.replica], request.prompt
@@ -505,7 +491,8 @@ class Router:
         return request
 
     def expected_output(self, limit: int) -> int:
-        """Returns how many tokens a request with this limit is expected to make, by the outputs that have ended."""
+        """Return the expected number of output tokens of a request with this limit, from the outputs that have
+        ended."""
         return self._outputs.expected(limit)
 
     def _standing(self, prompt: Prompt, among: Collection[Hashable]) -> Standing:
@@ -526,7 +513,7 @@ class Router:
 
 
 def _bits(mask: int) -> list[int]:
-    """Return the numbers of the bits that are set, ascending; none for a negative mask, which has no highest bit."""
+    """Return the numbers of the set bits, ascending; [] for a negative mask, which has no highest bit."""
     numbers = []
     while mask > 0:
         low = mask & -mask

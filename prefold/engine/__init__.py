@@ -1,4 +1,4 @@
-"""The engine: who waits for what, and the steps that bring it. No torch: a worker computes."""
+"""The engine: schedules requests, plans steps, and collects results. Workers compute; this package imports no torch."""
 
 from .engine import ModelEngine
 from .meter import StepInfo

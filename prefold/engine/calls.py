@@ -1,5 +1,7 @@
-"""How a thread runs requests: it submits them, waits, and yields their answers (`serve`, on an engine of one model) or
-their texts as they come (`stream`, on any engine)."""
+"""Run requests from a thread that waits for them.
+
+`serve` yields answers, from an engine of one model. `stream` yields pieces of text, from any engine.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,18 @@ TOKENS = Readout("tokens")
 
 
 class Mailbox:
-    """A Mailbox is the queue at which one thread waits for the events of its requests."""
+    """The queue at which one thread waits for the events of its requests."""
 
     def __init__(self) -> None:
-        # A SimpleQueue is written in C: an interrupt of the waiting thread leaves none of its locks closed.
+        # A SimpleQueue is written in C, so an interrupt of the waiting thread never leaves its lock held.
         self.events: SimpleQueue[tuple[Call | None, Sequence[Any]]] = SimpleQueue()
 
     def note(self, step: StepInfo) -> None:
-        """Puts a step into the mailbox. To wake a thread costs more than all else after a step."""
+        """Put a step into the mailbox. Waking the waiting thread costs more than all other work after a step."""
         self.events.put((None, [step]))
 
     def take(self) -> Iterator[tuple[Call | None, Any]]:
-        """Waits for events, and yields all that are there: (call, event of its request) and (None, StepInfo)."""
+        """Wait for events, and yield all that are ready: (call, event of its request) or (None, StepInfo)."""
         while True:
             call, events = self.events.get()
             for event in events:
@@ -43,7 +45,7 @@ class Mailbox:
 
 
 class Call(Handle):
-    """A Call is the Handle of one request whose thread waits at a mailbox. tag: the caller's name of the request"""
+    """The Handle of one request, with a thread that waits at a mailbox. `tag` is the caller's name for the request."""
 
     waits = True
 
@@ -69,22 +71,24 @@ def serve(
     owner: Owner = NO_OWNER,
     on_failure: Callable[[Exception], InputError] | None = None,
 ) -> Iterator[tuple[Any, Answer]]:
-    """Yields (tag, answer) of every request as it ends.
+    """Yield (tag, answer) of every request as it ends.
 
     The next window is submitted when few requests wait, so that its prompts join the running sequences. A window of
-    None means that no request is there yet: the iterator is asked again after the next step. A caller that closes the
-    generator early cancels the open requests.
+    None means that no request is ready yet; the iterator is asked again after the next step. If the caller closes the
+    generator early, the open requests are cancelled.
 
-    max_waiting  the next window is submitted when at most this many requests wait
-    stopping     called after every step of the engine: once it returns True, the generator ends, after it has yielded
-                 the answers that are there; None: it ends with the last answer
-    on_step      called after every step of the engine, in the caller's thread
-    is_again     takes a tag, and returns whether its request is a further read of a prompt that another request counts
-    owner        the tenant and the class that the requests run for
-    on_failure   takes the error of steps that fail by the fault of one request, and returns the request's answer;
-                 None: the error is raised
+    Args:
+        max_waiting: Submit the next window when at most this many requests wait.
+        stopping: Called after every step of the engine. Once it returns True, the generator yields the available
+            answers and ends. None: it ends with the last answer.
+        on_step: Called after every step of the engine, in the caller's thread.
+        is_again: is_again(tag) -> True if the request is a twin: another read of a prompt that is counted already.
+        owner: The tenant and the class (interactive or batch) of the requests.
+        on_failure: Called with the error of steps that fail because of one request; returns the request's answer. None:
+            raise the error.
 
-    The other arguments are those of `EngineLoop.submit`. Raises the error of steps that fail for one of the requests.
+    The other arguments are described at `EngineLoop.submit`. Raises the error of steps that fail because of a request,
+    unless `on_failure` handles it.
     """
     mailbox, open, source = Mailbox(), dict[Call, None](), iter(windows)
     more = True
@@ -100,14 +104,14 @@ def serve(
                     break
                 for tag, request in window:
                     call = Call(mailbox, tag, owner)
-                    open[call] = None  # before it is submitted, so that it is cancelled whatever happens
+                    open[call] = None  # before the request is submitted, so that it is cancelled in any case
                     again = is_again(tag)
                     engine.submit([request], readout, call, tokenizer, wakes=False, share=share, again=again)
             if len(open) > before:
-                engine.wake()  # after all of them, so that they begin in one step
+                engine.wake()  # only once, so that all requests start in one step
             if not open:
                 continue
-            # Where the caller does nothing after a step, the thread sleeps on.
+            # If the caller does nothing after a step, its thread is not woken.
             engine.meter.tell(mailbox.note, more or stopping is not None or on_step is not None)
             for call, event in mailbox.take():
                 if call is None:
@@ -131,15 +135,15 @@ def serve(
 def stream(
     engine: Engine, requests: Iterable[Request], tokenizer: Tokenizer | None
 ) -> Iterator[tuple[int, TextPiece | Answer]]:
-    """Yields (number, TextPiece) of each request as its text comes, and (number, answer) when it ends.
+    """Yield (number, TextPiece) of each request as its text arrives, and (number, answer) when it ends.
 
-    A caller that closes the generator early cancels the open requests. Raises the error of an engine that fails.
+    If the caller closes the generator early, the open requests are cancelled. Raises the error of an engine that fails.
     """
     mailbox, open = Mailbox(), dict[Call, None]()
     try:
         for number, request in enumerate(requests):
             call = Call(mailbox, number, NO_OWNER)
-            open[call] = None  # before it is submitted, so that it is cancelled whatever happens
+            open[call] = None  # before the request is submitted, so that it is cancelled in any case
             engine.submit([request], TOKENS, call, tokenizer, text=True)
         while open:
             for source, event in mailbox.take():

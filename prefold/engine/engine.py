@@ -1,7 +1,6 @@
-"""The engine of one model: it turns requests into steps for its worker, and the results of steps into answers. No
-torch.
+"""The engine of one model: turns requests into steps for its worker, and results of steps into answers. No torch.
 
-Jobs and calls from Python read numbers by row streams (`stream.py`). Generation, and numbers for a server, run in the
+Jobs and calls from Python read values from row streams (`stream.py`). Generation, and values for a server, use the
 slots of the KV store (`generate.py`, called through `calls.py`). This module offers both.
 """
 
@@ -31,16 +30,15 @@ from .worker import Worker
 
 P = TypeVar("P")
 T = TypeVar("T")
-_STEPS = 2  # of a live input, about what fills so many steps is submitted at a time
-_HELD = 0.3  # of the prefix of a bucket, from which on the KV store counts as holding it
+_STEPS = 2  # a live input is submitted in windows of about this many steps
+_HELD = 0.3  # share of a bucket's prefix that the KV store must contain to count as holding the prefix
 
 
 class ModelEngine(EngineLoop):
-    """A ModelEngine runs requests on the worker of one model: it reads numbers, and generates text. Raises InputError
-    for options that the worker's model cannot follow.
+    """Runs requests on the worker of one model: read-outs and generation.
 
     Any thread may run requests. One thread makes all steps (see `EngineLoop`), and the others only wait, so that an
-    interrupt breaks off no step.
+    interrupt never breaks off a step. Raise InputError for options that the worker's model does not support.
     """
 
     def __init__(
@@ -50,9 +48,9 @@ class ModelEngine(EngineLoop):
         *,
         resources: Sequence[object] = (),
     ):
-        """Makes an engine, without a KV store, which the first generation makes.
+        """Create an engine without a KV store; the first generation creates the store.
 
-        resources  objects that features use in place of their own, when requests are made before the engine
+        `resources` are objects that features use instead of their own, if requests are built before the engine.
         """
         super().__init__()
         self.worker = worker
@@ -64,36 +62,36 @@ class ModelEngine(EngineLoop):
         self.facts = EngineFacts(cast(Sharing, options.sharing), options=options, max_rows=self.budget.rows, **facts)
 
     def _budget_of(self, rows: int) -> StepBudget:
-        """Returns a StepBudget of so many rows. Raises InputError if an image has no room in such a step."""
+        """Return a StepBudget of this many rows. Raise InputError if an image does not fit in a step."""
         span = self.worker.facts.span_rows
         if rows < span:
             raise InputError(
-                f"max_batch_rows is {rows}, and the {span} rows of an image are computed in one step",
+                f"max_batch_rows is {rows}, but the {span} rows of an image must be computed in one step",
                 field="max_batch_rows",
                 remedy=f"give {span} or more",
             )
         return StepBudget(rows, least=max(1, span))
 
     def part(self, kind: type[P]) -> P | None:
-        """Returns this engine's part of a kind, which a feature has added; None if the feature has added none."""
+        """Return the part of this kind that a feature added to the engine, or None."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def max_batch_rows(self) -> int:
-        """Returns the most rows of a step now; they are fewer for a while after memory ran out."""
+        """The current limit on the rows of a step. It is lower for a while after memory ran out."""
         return self.budget.rows
 
     @property
     def stats(self) -> Stats:
-        """Returns the counters since the engine was made, or since `reset_stats`."""
+        """The counters since the engine was created, or since `reset_stats`."""
         return self.meter.stats
 
     def count(self, **counts: int) -> None:
-        """Adds to counters, by field of Stats, for requests that a caller answers without a run."""
+        """Add to counters, by field of Stats, for requests that a caller answers without a run."""
         self.meter.add(**counts)
 
     def reset_stats(self) -> Stats:
-        """Sets the counters to zero, and returns what they were."""
+        """Set the counters to zero, and return their old values."""
         return self.meter.reset()
 
     def run(
@@ -110,17 +108,15 @@ class ModelEngine(EngineLoop):
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Yields (tag, answer) of every request when the step that ends it has been computed (see `Engine.run`).
+        """Yield (tag, answer) of every request when the step that ends it is computed (see `Engine.run`).
 
-        With sharing "full" the windows of numbers must be consecutive pieces of one stream (`Spool.windows`). In the KV
-        store the next window is submitted when few requests wait, so that its prompts join the running sequences; a
-        window of None means that no request is there yet: the iterator is asked again after the next step.
+        With sharing "full", windows for row streams must be consecutive pieces of one stream (`Spool.windows`). In the
+        KV store, the next window is submitted when few requests wait, so that its prompts join the running sequences. A
+        window of None means that no request is ready yet; the iterator is asked again after the next step.
 
-        cache_prefill  whether values are read in the KV store; None: as the engine's options say
-
-        Without `on_step` and `stopping` no step wakes the caller's thread.
-
-        Raises InputError for an unknown adapter, and OutOfMemoryError if not even one row fits.
+        `cache_prefill` makes read-outs use the KV store; None: as set by the engine's options. Without `on_step` and
+        `stopping`, no step wakes the caller's thread. Raise InputError for an unknown adapter, and OutOfMemoryError if
+        not even one row fits.
         """
         if isinstance(windows, LiveInput):
             run: dict[str, Any] = {"sharing": sharing, "max_batch_rows": max_batch_rows, "on_step": on_step}
@@ -145,8 +141,10 @@ class ModelEngine(EngineLoop):
         yield from self._run_scheduled(windows, readout, tokenizer, share=share, **options)
 
     def _is_scheduled(self, readout: Readout, share: bool, cache_prefill: bool | None) -> bool:
-        """Return whether the scheduler reads values in the KV store, where earlier and later requests share their rows;
-        else the planner reads them in a row stream."""
+        """Return True to read values in the KV store, in which earlier and later requests share their rows.
+
+        If False, the planner reads them from a row stream.
+        """
         if any(part.in_slots(readout) for part in self.parts):
             return True
         return share and (self.options.cache_prefill if cache_prefill is None else cache_prefill)
@@ -154,14 +152,16 @@ class ModelEngine(EngineLoop):
     def _run_live(
         self, source: LiveInput, readout: Readout, tokenizer: Any, stopping: Callable[[], bool], **run: Any
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Yields (tag, answer) of every request that comes. What is generated, and what is read at last rows only, runs
-        in the KV store: requests join those that run, and find the rows of those before. All else runs bucket by
-        bucket."""
+        """Yield (tag, answer) of every request that arrives.
+
+        Generation and read-outs of last rows only run in the KV store: requests join the running ones, and find the
+        rows of earlier ones. All other requests run bucket by bucket.
+        """
         share = (run["sharing"] or self.facts.sharing) == "full"
         in_slots = readout.kind == "tokens" or (share and readout.kind in (*LAST_ROW_KINDS, "logprobs"))
 
         def is_held(namespace: Namespace, prefix: np.ndarray) -> bool:
-            """Returns whether the KV store holds a good part of a prefix."""
+            """Return True if the KV store contains enough of a prefix."""
             return self.held_rows(prefix, namespace, source.asked) >= max(1, _HELD * len(prefix))
 
         live = LiveWindows(
@@ -191,10 +191,10 @@ class ModelEngine(EngineLoop):
         owner: Owner,
         **options: Any,
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Yield (tag, answer) of every request, in the KV store, beside the requests of others.
+        """Yield (tag, answer) of every request, run in the KV store, beside the requests of other callers.
 
-        The first window says whether prompts keep the hidden states of all rows. Requests of an owner are submitted one
-        by one, so that few of them wait. options: of `serve`
+        The first window decides if prompts keep the hidden states of all rows. Requests of an owner are submitted one
+        by one, so that few of them wait. `options` are options of `serve`.
         """
         remaining = iter(windows)
         first = next(remaining, None)
@@ -209,18 +209,21 @@ class ModelEngine(EngineLoop):
                 yield tag, cast(Answer, answer)
 
     def make_generator(self) -> Generator:
-        """Returns a new generator with a KV store of its own; EngineLoop calls this once."""
+        """Return a new generator with its own KV store. Only EngineLoop calls this, once."""
         return Generator(self.worker, self.options, self.budget, self.meter, self.parts)
 
     def held_rows(self, tokens: np.ndarray, namespace: Namespace = NO_NAMESPACE, asked: Asked | None = None) -> int:
-        """Returns how many leading rows of a prompt, int32 [n], the KV store holds or is about to compute, for requests
-        of which this is asked. Any thread may call it; steps go on meanwhile, so that the number may already be old."""
+        """Return how many leading rows of a prompt, int32 [n], the KV store contains or is about to compute.
+
+        `asked` is the question of the requests: only rows kept for such requests count. Any thread may call this. Steps
+        run meanwhile, so the result may be outdated already.
+        """
         scheduler = self.generator.scheduler
         namespace = scheduler.namespace_of(namespace, asked, tokens)
         return sum(same for _, same in scheduler.tree.match(namespace, token_bytes(tokens)))
 
     def close(self) -> None:
-        """Ends the engine's thread and the worker's other processes. The engine runs nothing afterwards."""
+        """End the engine's thread and the worker's other processes. The engine runs nothing afterwards."""
         self.close_loop()
         self.worker.close()
 
@@ -229,11 +232,11 @@ def _never() -> bool:
     return False
 
 
-Tagged = tuple[tuple[bytes, bool], Request]  # ((tag, whether the prompt is read again), request)
+Tagged = tuple[tuple[bytes, bool], Request]  # ((tag, True for a twin), request)
 
 
 def _tagged(window: Window, readout: Readout) -> list[Tagged]:
-    """Return the requests of a window. They do not refer to the window: texts take long, and a window holds images."""
+    """Return the requests of a window, without references to it: it may contain images, and generation is slow."""
     twins = [False] * window.num_requests if readout.kind == "tokens" else window.twins.tolist()
     return [((tag, twins[number]), window.request(number)) for number, tag in enumerate(window.tags)]
 

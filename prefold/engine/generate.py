@@ -1,14 +1,13 @@
-"""The generator makes one step after the other for all open requests: it generates text and reads numbers in the slots
-of the KV store. No torch.
+"""The generator: makes one step after the other for all open requests, in the slots of the KV store. No torch.
 
-Any thread may add or cancel a request. The engine's thread makes the steps:
+It generates text and reads values. Any thread may add or cancel a request. The engine's thread makes the steps:
 
     admit -> plan -> start the step on the worker -> begin      `step`, `_start_step`
     result of the oldest step in flight -> commit -> answers    `_finish_oldest`
 
-The open requests and the tokens that their samples have are the only state that cannot be derived. When a step fails
-after its rows were booked, the scheduler's books are rebuilt from the open requests: no step is in flight then, the
-cache is empty, and all rows are computed again.
+Only the open requests and the tokens of their samples are primary state. If a step fails after its rows were booked,
+the scheduler's books are rebuilt from the open requests: no step is in flight then, the cache is empty, and all rows
+are computed again.
 """
 
 from __future__ import annotations
@@ -37,12 +36,14 @@ from .worker import Worker
 
 
 class Generator:
-    """A Generator runs requests by continuous batching.
+    """Runs requests by continuous batching.
 
-    worker   computes the steps, and holds the KV store
-    budget   the most rows of a step
-    meter    counts steps, rows, tokens and seconds
-    parts    what features add to the engine
+    Args:
+        worker: Computes the steps, and holds the KV store.
+        engine: The engine's options.
+        budget: The most rows of a step.
+        meter: Counts steps, rows, tokens and seconds.
+        parts: The parts that features add to the engine.
     """
 
     def __init__(
@@ -67,17 +68,17 @@ class Generator:
         self.open: dict[int, OpenRequest] = {}
         self.on_hold: dict[int, OpenRequest] = {}
         self.in_flight: deque[InFlightStep] = deque()
-        self._holds_requests = False  # requests that are added or cancelled wait for now
+        self._holds_requests = False  # True: added or cancelled requests wait for now
         self._change = Change(self._rebuild_books)
-        self._has_failed = False  # whether the last step raised an error
-        self._last: InFlightStep | None = None  # the step that was started last; None if a request has ended since
+        self._has_failed = False  # the last step raised an error
+        self._last: InFlightStep | None = None  # the step started last; None if a request has ended since
         self._finished_at = 0.0  # time.perf_counter() at the end of the last step
         self._pace = StepPace(self.scheduler, budget)
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def new_key(self) -> int:
-        """Returns a key that no other request of this generator has."""
+        """Return a key that no other request of this generator has."""
         return next(self._keys)
 
     def add(
@@ -93,17 +94,18 @@ class Generator:
         owner: Owner = NO_OWNER,
         again: bool = False,
     ) -> int:
-        """Takes a request, and returns its key.
+        """Add a request, and return its key.
 
-        on_done  called with the answer: a list with a Generated for each sample, the Result of a `readout`, the
-                 InputError that says what is wrong with the request, or the error of the steps that fail for it. It is
-                 called from a step, or before `add` returns, and raises nothing
-        on_text  called with every piece of a text
-        readout  what is read of a request that is not continued
-        sharing  whether the request shares rows with others; None: as the engine's options say
-        key      from `new_key`; None: a new one
-        owner    the tenant and the class that the request runs for
-        again    whether it is a further read of a prompt that another request counts (see `Window.twins`)
+        Args:
+            on_done: Called with the answer: a list with a Generated per sample, the Result of a `readout`, the
+                InputError of an invalid request, or the error of the steps that fail because of the request. It is
+                called from a step, or before `add` returns, and must not raise.
+            on_text: Called with every piece of text.
+            readout: The read-out of a request that is not continued; None for generation.
+            sharing: The request shares rows with others; None: as set by the engine's options.
+            key: A key from `new_key`; None: a new one.
+            owner: The tenant and the class (interactive or batch) of the request.
+            again: The request is a twin: another read of a prompt that is counted already (see `Window.twins`).
         """
         key = self.new_key() if key is None else key
         sharing = self.sharing if sharing is None else sharing
@@ -121,24 +123,23 @@ class Generator:
         return key
 
     def cancel(self, *keys: int) -> None:
-        """Ends requests before the next step; keys of requests that have ended are ignored.
+        """End requests before the next step; keys of ended requests are ignored.
 
-        Samples are answered as far as they were generated, with finish_reason "cancelled"; a request for numbers gets
-        no answer.
+        Samples are answered with the tokens so far and finish_reason "cancelled". A request for values gets no answer.
         """
         self._cancelled.extend(keys)
 
     @property
     def open_keys(self) -> list[int]:
-        """Returns the keys of the requests that take part in steps: submitted, not answered, not on hold."""
+        """The keys of the requests that take part in steps: submitted, not answered, not on hold."""
         return list(self.open)
 
     def progress(self, keys: Iterable[int]) -> dict[int, int | None]:
-        """Returns {key: number of tokens that the request's samples have}; None for a request that is not open."""
+        """Return {key: total tokens of the request's samples}; None for a request that is not open."""
         return {key: sum(len(r.tokens) for r in self.open[key].readers) if key in self.open else None for key in keys}
 
     def hold(self, *keys: int) -> None:
-        """Keeps open requests out of steps until `release`. Their samples keep their tokens."""
+        """Keep open requests out of steps until `release`. Their samples keep their tokens."""
         with self._change:
             for key in keys:
                 if key in self.open:
@@ -146,7 +147,7 @@ class Generator:
                     self.on_hold[key] = self.open.pop(key)
 
     def release(self, *keys: int) -> None:
-        """Lets requests on hold go on where they were; without keys all of them."""
+        """Let requests on hold continue; without keys, all of them."""
         with self._change:
             for key in keys or list(self.on_hold):
                 if key in self.on_hold:
@@ -154,13 +155,12 @@ class Generator:
                     self._submit(self.open[key])
 
     def end(self, key: int, answer: Answer | Exception) -> None:
-        """Ends an open request with this answer."""
+        """End an open request with this answer."""
         with self._change:
             self._end_requests({key: answer})
 
     def end_all(self, error: Exception) -> None:
-        """Answers all requests with an error, and empties the books: nobody knows in which state the error left
-        them."""
+        """Answer all requests with an error, and empty the books, because the error left them in an unknown state."""
         for request in (*self._new, *self.open.values(), *self.on_hold.values()):
             request.on_done(error)
             self._forget(request.key)
@@ -170,8 +170,10 @@ class Generator:
         self._change.is_open = False
 
     def set_step_policy(self, policy: StepPolicy | None) -> None:
-        """Admits requests and sizes steps by a policy from now on; None: requests run in the order they came, and a
-        step has as many rows as there are, within the budget."""
+        """Admit requests and size steps by a policy from now on.
+
+        With None, requests run in order of arrival, and a step has as many rows as there are, within the budget.
+        """
         self._pace.policy = policy
         self.scheduler.admit_by(InOrder() if policy is None else policy.admission)
         self._pace.reset()
@@ -180,8 +182,10 @@ class Generator:
 
     @contextmanager
     def holding_requests(self) -> Iterator[None]:
-        """Returns a context in which steps serve only the requests that are open now, batches or not. Requests that are
-        added or cancelled meanwhile wait for its end."""
+        """Return a context in which steps serve only the requests that are open now, ignoring the step policy.
+
+        Requests that are added or cancelled meanwhile wait until the context ends.
+        """
         with self._pace.without_policy():
             self._holds_requests = True
             try:
@@ -191,16 +195,16 @@ class Generator:
 
     @property
     def has_work(self) -> bool:
-        """Returns whether a request has no answer yet or is to be ended, or a step is in flight."""
+        """True if a request is open or waits to be ended, or a step is in flight."""
         return bool(self._new or self._cancelled or self.open or self.in_flight)
 
     @property
     def num_waiting(self) -> int:
-        """Returns how many requests are not submitted yet, and sequences not admitted."""
+        """The number of requests not yet submitted and sequences not yet admitted."""
         return len(self._new) + self.scheduler.num_waiting
 
     def take_in(self) -> None:
-        """Submits the requests that were added, and ends those that were cancelled."""
+        """Submit the added requests, and end the cancelled ones."""
         if self._holds_requests or not (self._new or self._cancelled):
             return
         with self._change:
@@ -219,7 +223,7 @@ class Generator:
         self._forget(key)
         for reader in request.readers:
             reader.cancel()
-        if request.is_done:  # not so for numbers, which have no answer then
+        if request.is_done:  # a request for values is not done, and gets no answer
             request.on_done(request.answer())
 
     def _submit(self, new: OpenRequest) -> None:
@@ -241,7 +245,7 @@ class Generator:
             self._answer(new, error)
 
     def _answer(self, request: OpenRequest, answer: Answer | Exception) -> None:
-        """Hands a request its answer; the request is no longer open."""
+        """Give a request its answer; the request is no longer open."""
         self.open.pop(request.key, None)
         self._forget(request.key)
         request.on_done(answer)
@@ -252,14 +256,14 @@ class Generator:
             forget(key)
 
     def _end_requests(self, answers: Mapping[Any, Answer | Exception]) -> None:
-        """Ends requests that cannot go on, by their keys, each with its answer."""
+        """End requests that cannot continue: `answers` maps their keys to their answers."""
         for key, answer in answers.items():
             self.scheduler.cancel(key)
             if key in self.open:
                 self._answer(self.open[key], answer)
 
     def _rebuild_books(self) -> None:
-        """Makes the scheduler's books anew from the open requests."""
+        """Rebuild the scheduler's books from the open requests."""
         self._change.is_open = True
         self.in_flight.clear()
         self.scheduler.clear()
@@ -273,11 +277,11 @@ class Generator:
     # --------------------------------------------------------------------------------------------------- a step
 
     def step(self) -> bool:
-        """Makes one step, and answers the requests that it ends. Returns False when there was nothing to run."""
-        if self._meter.stats.generation is None:  # at first, and after a reset of the counters
+        """Make one step, and answer the requests that it ends. Return False if there was nothing to run."""
+        if self._meter.stats.generation is None:  # in the first step, and after a reset of the counters
             self._meter.stats.generation = self.scheduler.stats = GenerationStats()
         has_failed, self._has_failed = self._has_failed, True
-        # The worker may hold parts of a step that could not be started: no step is planned ahead on its tokens.
+        # After a failure the worker may have lost parts of a step, so no step may depend on tokens still in flight.
         while self.in_flight and (has_failed or len(self.in_flight) >= self.depth):
             self._finish_oldest()
         start = time.perf_counter()
@@ -294,7 +298,7 @@ class Generator:
         has_moved = bool(self.in_flight) or step is not None or any(part.is_waiting for part in self._parts)
         readers = () if step is None else self._readers(step)
         if self.in_flight and (step is None or not is_known(step, readers)):
-            self._finish_oldest()  # the step is planned anew, with the tokens that its choice of tokens needs
+            self._finish_oldest()  # plan the step again, with the tokens that its sampling needs
         elif step is not None:
             self._start_step(step, readers, start)
         for after_plan in self._after_plan:
@@ -316,7 +320,7 @@ class Generator:
             self.scheduler.begin(step)
             self._last = InFlightStep(step, message, readers, ticket, started_at, *seconds)
             self.in_flight.append(self._last)
-        # Without a further step to plan, the last one is finished at once: nothing else would ask for its tokens.
+        # If no further step can be planned, finish the last one at once: nothing else would fetch its tokens.
         while len(self.in_flight) >= self.depth or (self.in_flight and not self.scheduler.can_plan):
             self._finish_oldest()
 
@@ -326,12 +330,11 @@ class Generator:
         return [self.open[sequence.key].readers[sequence.sample] for sequence in step.consumers]  # type: ignore[index]
 
     def _finish_oldest(self) -> None:
-        """Waits for the oldest step in flight, hands its tokens and numbers to their readers, and answers the requests
-        that end with it."""
+        """Wait for the oldest step in flight, give its results to the readers, and answer the requests that end."""
         oldest, waiting = self.in_flight[0], time.perf_counter()
         try:
             result = oldest.ticket.result()
-        except BaseException:  # all steps in flight are lost, and with them the K/V of their rows
+        except BaseException:  # all steps in flight are lost, including the K/V of their rows
             self._rebuild_books()
             raise
         oldest.model += time.perf_counter() - waiting
@@ -348,7 +351,7 @@ class Generator:
         self._count(oldest, *answered, repeated_rows)
 
     def _answer_done(self, step: GenerateStep, ended: Sequence[bool]) -> tuple[int, int]:
-        """Answers the requests that end with a step. Returns how many they are, and how many tokens they have."""
+        """Answer the requests that end with a step. Return their number, and their total tokens."""
         requests = tokens = 0
         for sequence, ends in zip(step.consumers, ended, strict=True):
             request = self.open.get(sequence.key) if ends else None  # type: ignore[call-overload]
@@ -363,11 +366,11 @@ class Generator:
         return requests, tokens
 
     def _count(self, flight: InFlightStep, requests: int, tokens: int, repeated_rows: int) -> None:
-        """Counts a step, and tells the listeners of it. repeated_rows: its rows that had been computed before."""
+        """Count a step, and notify the listeners. `repeated_rows` of its rows had been computed before."""
         step, rows = flight.step, flight.step.num_rows
         spent = {"plan": flight.plan, "model": flight.model, "compile": self.worker.compile_seconds()}
         self._meter.add_step(rows, rows - repeated_rows, tokens, spent)
-        # Steps in flight overlap: a step's seconds begin at the end of the step before it, if that is later.
+        # Steps in flight overlap, so the time of a step starts no earlier than the end of the previous step.
         started_at, self._finished_at = max(flight.started_at, self._finished_at), time.perf_counter()
         seconds = self._finished_at - started_at
         self._pace.note(step.num_rows, seconds)
@@ -378,6 +381,6 @@ class Generator:
 
 
 def check_sharing(sharing: Sharing) -> None:
-    """Raises InputError for a sharing that no text is generated with."""
+    """Raise InputError if text cannot be generated with this sharing."""
     if sharing == "mlp":
-        raise InputError("text is generated with sharing full or off", field="sharing", remedy="use one of them")
+        raise InputError("generation supports only sharing full or off", field="sharing", remedy="use one of them")

@@ -1,4 +1,4 @@
-"""Handles of submitted requests, which receive their pieces of text and answers; and groups of requests for numbers."""
+"""Handles of submitted requests, which receive pieces of text and answers; and groups of requests for values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from .schedule.generate_step import NO_OWNER
 
 
 class Handle:
-    """A Handle stands for requests that were submitted together: it receives their events, and can cancel them.
+    """Receives the events of requests that were submitted together, and identifies them to cancel them.
 
-    tokens    how many tokens their prompts have
-    owner     the tenant and the class that they run for
-    samples   how many texts are generated for a prompt
-    begun_at  time.perf_counter() at the start of the first step that served them; None while they wait
-    first_at  time.perf_counter() after the step that gave the first token, or the answer if it has no tokens
-    keys      the generator's keys of the requests
-    post      calls a function elsewhere, such as in an event loop, and `put` is called by it; None: the engine's
-              thread calls `put`
-    waits     whether the thread that submits the requests waits for the answer, which the engine's own thread cannot
+    Attributes:
+        tokens: How many tokens their prompts have.
+        owner: The tenant and the class (interactive or batch) of the requests.
+        samples: How many texts are generated for a prompt.
+        begun_at: time.perf_counter() at the start of the first step that served them; None while they wait.
+        first_at: time.perf_counter() after the step with the first token, or with the answer of a read-out.
+        keys: The generator's keys of the requests.
+        post: Calls a function elsewhere, for example in an event loop. If set, `put` is called through `post`, else the
+            engine's thread calls `put`.
+        waits: The thread that submits the requests waits for the answer. The engine's own thread must not do that.
     """
 
     post: Callable[..., object] | None = None
@@ -41,16 +42,15 @@ class Handle:
         self.is_cancelled = False
 
     def put(self, events: Sequence[Any], at: float = 0.0) -> None:
-        """Takes the events of one step: pieces of text, and after the last of them the answer. Neither waits nor
-        raises.
+        """Receive the events of one step: pieces of text, and last the answer. Must not wait or raise.
 
-        at  time.perf_counter() after the step
+        `at` is time.perf_counter() after the step.
         """
         raise NotImplementedError
 
 
 def send(events_by_handle: Mapping[Handle, Sequence[Any]]) -> None:
-    """Hands every handle its events; the handles of one `post` get them in a single call of it."""
+    """Give every handle its events. Handles with the same `post` share one call of it."""
     by_post: dict[Callable[..., object], list[tuple[Handle, Sequence[Any]]]] = {}
     now = time.perf_counter()
     for handle, events in events_by_handle.items():
@@ -68,25 +68,29 @@ def _hand_out(mail: Sequence[tuple[Handle, Sequence[Any]]], at: float) -> None:
         handle.put(events, at)
 
 
-# So many steps' worth of a group's requests are open at once: requests that come later wait for no more than these.
+# Limit on the open rows of a group, in steps: requests that arrive later wait for no more rows than these.
 STEPS_OPEN = 2
 
 
 class ReadGroup:
-    """A ReadGroup is a list of requests for numbers that were submitted together, and enter the generator bit by bit.
-    After it is made, only the engine's thread uses it.
+    """Requests for values that were submitted together and enter the generator a few at a time.
 
-    handle    receives the results
-    requests  the requests
-    readout   what is read of each
-    results   the result of each request; None while it is open
-    again     for each request, whether it is a further read of the prompt before it
-    shares    whether requests share rows
+    Only the engine's thread uses a group after its creation.
+
+    Attributes:
+        handle: Receives the results.
+        requests: The requests.
+        readout: The read-out of all requests.
+        results: The result of each request; None while it is open.
+        again: True for each request that is a twin of the request before it.
+        shares: Requests share rows.
     """
 
     def __init__(self, handle: Handle, requests: Sequence[Request], readout: Readout, *, rows: int, shares: bool):
-        """Sorts the requests so that neighbours share the most rows; with many tokens that takes long. rows: the most
-        rows of a step"""
+        """Sort the requests so that neighbours share the most rows, which is slow for many tokens.
+
+        `rows` is the limit on the rows of a step.
+        """
         self.handle, self.requests, self.shares = handle, requests, shares
         self.readout = joint_readout(
             readout, (0 if request.targets is None else len(request.targets) for request in requests)
@@ -102,10 +106,10 @@ class ReadGroup:
             order = lexsort_sequences(tokens, offsets)
             new = sizes[order] - common_prefix_lengths(tokens, offsets, order)
         self._waiting = list(zip(order.tolist(), new.tolist(), strict=True))[::-1]
-        self._open: dict[int, int] = {}  # rows by request
+        self._open: dict[int, int] = {}  # request number -> its rows
 
     def next(self) -> int | None:
-        """Returns the number of the request that is entered next; None while there is no room for it."""
+        """Return the number of the next request to enter; None if there is none or no free capacity."""
         if not self._waiting or (self._open and self._room <= 0):
             return None
         number, rows = self._waiting.pop()
@@ -114,12 +118,12 @@ class ReadGroup:
         return number
 
     def book(self, number: int, result: Result) -> bool:
-        """Takes the result of a request; returns whether it was the last."""
+        """Store the result of a request; return True if it was the last."""
         self.results[number] = result
         self._room += self._open.pop(number)
         return not (self._open or self._waiting)
 
 
 def _are_twins(before: Request, request: Request) -> bool:
-    """Returns whether a request is a further read of the prompt before it (see `Window.twins`)."""
+    """Return True if a request is another read of the prompt before it (see `Window.twins`)."""
     return before.namespace == request.namespace and np.array_equal(before.tokens, request.tokens)

@@ -1,8 +1,8 @@
-"""The engine's loop: its thread makes steps while any request is open.
+"""The engine's loop: one thread makes steps while any request is open.
 
-Requests and cancellations come from any thread, and are taken in before a step is planned. The tokens, numbers and
-answers of a step leave together after the step: in one call into each event loop, and in one entry of the queue of each
-waiting thread. When a step fails, `find_fault` searches for the requests that it fails for, so that the others go on.
+Requests and cancellations come from any thread, and are processed before a step is planned. The tokens, values and
+answers of a step are delivered together after the step: one call per event loop, and one queue entry per waiting
+thread. If a step fails, `find_fault` searches for the requests that cause it, so that the others can continue.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ Wants = Callable[[Hashable], bool]
 def with_store(
     now: Snapshot, scheduler: Any, call: Callable[..., Any], *, rows: bool, paths: int, wants: Wants | None
 ) -> Snapshot:
-    """Returns a snapshot with what a scheduler has (see `Engine.snapshot`). call: calls a function in the engine's
-    thread"""
+    """Return a snapshot extended by the scheduler's state (see `Engine.snapshot`).
+
+    `call` runs a function in the engine's thread.
+    """
     pool, cache = scheduler.pool, scheduler.cache
     seconds = None if cache is None else cache.seconds
     now = replace(now, slots=pool.num_slots, used_slots=pool.used_slots, cache_seconds=seconds)
@@ -50,7 +52,7 @@ def with_store(
 
 
 def _paths(scheduler: Any, most: int, wants: Wants | None) -> tuple[list[TreePath], list[RunningSequence]]:
-    """Returns at most so many paths of the trie, of namespaces that are wanted, and all sequences that run."""
+    """Return at most `most` paths of the trie, only from namespaces that `wants` accepts, and all running sequences."""
     tails: dict[Any, list[Sequence[int]]] = defaultdict(list)
     running = []
     for sequence in scheduler.running:
@@ -65,22 +67,23 @@ def _paths(scheduler: Any, most: int, wants: Wants | None) -> tuple[list[TreePat
 
 T = TypeVar("T")
 
-# Errors that no single request can be at fault for.
+# Errors that no single request can cause.
 ENGINE_FAULTS = (RankError, OutOfMemoryError)
-# After this many failed steps in a row for which no request at fault could be found, all open requests are ended.
+# After this many failed steps in a row without an identified cause, all open requests are ended.
 MAX_FAILED_STEPS = 3
 
 
 class EngineLoop:
-    """An EngineLoop makes an engine's steps in one thread: it steps while any request is open, and sleeps otherwise.
+    """Makes an engine's steps in one thread, which runs while any request is open and sleeps otherwise.
 
-    The thread begins with the first request. A step that raises an error ends the requests that it fails for (see
-    `find_fault`), and the thread goes on. The thread does not keep the engine alive: it ends when the engine is
-    collected. A subclass has the attributes meter and parts, and the method `make_generator`.
+    The thread starts with the first request. A step that raises an error ends the requests that cause it (see
+    `find_fault`), and the thread continues. The thread does not keep the engine alive: it ends when the engine is
+    garbage-collected. A subclass must have the attributes `meter` and `parts`, and the method `make_generator`.
 
-    failure      the error of the last step, where no single request could be at fault; None after a step that did not
-                 fail. failed_at is its time.monotonic()
-    step_policy  says which requests are admitted, and how many rows a step has; None: the rules of `Generator`
+    Attributes:
+        failure: The error of the last step if no single request can cause it; None after a step without an error.
+        failed_at: time.monotonic() of the failure.
+        step_policy: Decides which requests are admitted and how many rows a step has; None: the rules of `Generator`.
     """
 
     meter: Meter
@@ -92,24 +95,24 @@ class EngineLoop:
         self.failed_at = 0.0
         self.step_policy: StepPolicy | None = None
         self._generator: Generator | None = None
-        self._handles: dict[Handle, Any] = {}  # without an answer so far
-        self._live: dict[Handle, None] = {}  # the interactive ones among them
-        self._no_token: dict[int, Handle] = {}  # by the keys of requests that have made no token so far
+        self._handles: dict[Handle, Any] = {}  # handles without an answer
+        self._live: dict[Handle, None] = {}  # the interactive handles among these
+        self._no_token: dict[int, Handle] = {}  # key of a request without a token so far -> its handle
         self._step_at = 0.0  # time.perf_counter() at the start of the last step
-        self._events: dict[Handle, list[Any]] = {}  # of this step, to be delivered after it
-        self._lock = threading.Lock()  # taken to make the generator
-        self._failed_steps = 0  # in a row, without a request found at fault
+        self._events: dict[Handle, list[Any]] = {}  # events of this step, delivered after it
+        self._lock = threading.Lock()  # held while the generator is created
+        self._failed_steps = 0  # in a row, without an identified cause
         self._thread = EngineThread(self)
         self._end = weakref.finalize(self, self._thread.close)
 
     # -------------------------------------------------------------------------------------------------- any thread
 
     def call(self, function: Callable[[], T]) -> T:
-        """Calls a function in the engine's thread, between two steps. Returns what it returns, or raises its error."""
+        """Run a function in the engine's thread, between two steps. Return its result, or raise its error."""
         return self._thread.call(function)
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Queues a function for the engine's thread, and returns at once."""
+        """Queue a function for the engine's thread, and return at once."""
         self._thread.post(function, *arguments)
 
     def submit(
@@ -124,12 +127,14 @@ class EngineLoop:
         again: bool = False,
         wakes: bool = True,
     ) -> None:
-        """Takes requests (see `Engine.submit`). The call takes long when a grammar is compiled, or when numbers are
-        read of many tokens, because requests are sorted first. Raises PrefoldError for a handle whose thread waits, in
-        the engine's own thread.
+        """Submit requests (see `Engine.submit`).
 
-        again  of a single request: whether it is a further read of a prompt that another request counts
-        wakes  whether a step may begin at once; otherwise the caller submits more requests, and then calls `wake`
+        The call is slow if a grammar must be compiled, or if values are read of many tokens, because these requests are
+        sorted first. Raise PrefoldError if a handle that waits is submitted from the engine's own thread.
+
+        Args:
+            again: The (single) request is a twin: another read of a prompt that is counted already.
+            wakes: A step may start at once. Otherwise the caller submits more requests and then calls `wake`.
         """
         if handle.waits and self._thread.is_current:
             raise PrefoldError("the engine's own thread cannot wait for an answer")
@@ -153,11 +158,11 @@ class EngineLoop:
             self.wake()
         if self._thread.is_closed:
             self._answer(handle, PrefoldError(CLOSED))
-        if handle.is_cancelled:  # by another thread, before the requests were entered
+        if handle.is_cancelled:  # another thread cancelled before the requests were added
             self._end_requests(handle)
 
     def cancel(self, *handles: Handle) -> None:
-        """Ends the requests of handles before the next step. The handles get no further events."""
+        """End the requests of handles before the next step. The handles get no further events."""
         for handle in handles:
             handle.is_cancelled = True
             if handle in self._handles:
@@ -166,7 +171,7 @@ class EngineLoop:
     def _enter(
         self, handle: Handle, request: Request, on_done: Callable[[Any], None], *, tokenizer: Any = None, **options: Any
     ) -> None:
-        """Adds one of a handle's requests to the generator. options: as of `Generator.add`."""
+        """Add one of a handle's requests to the generator; `options` are options of `Generator.add`."""
         key = self.generator.new_key()
         handle.keys.append(key)
         self._no_token[key] = handle
@@ -180,7 +185,7 @@ class EngineLoop:
 
     @property
     def generator(self) -> Generator:
-        """Returns the generator, which holds the KV store; the first call makes it."""
+        """The generator, which holds the KV store; created at the first use."""
         with self._lock:
             if self._generator is None:
                 generator = self.make_generator()
@@ -191,7 +196,7 @@ class EngineLoop:
             return self._generator
 
     def snapshot(self, *, rows: bool = False, paths: int = 0, wants: Wants | None = None) -> Snapshot:
-        """Returns what `Engine.snapshot` does; it makes no KV store."""
+        """Return a snapshot (see `Engine.snapshot`) without creating a KV store."""
         now, generator = Snapshot(self.meter.stats, failure=self.failure, failed_at=self.failed_at), self._generator
         if generator is None:
             return now
@@ -201,7 +206,7 @@ class EngineLoop:
     def watching(
         self, on_step: Listener | None = None, *, policy: StepPolicy | None = None, on_cache: OnCache | None = None
     ) -> Iterator[None]:
-        """Returns a context in which functions are called after every step (see `Engine.watching`)."""
+        """Return a context in which functions are called after every step (see `Engine.watching`)."""
         with ExitStack() as stack:
             if policy is not None:
                 self.set_step_policy(policy)
@@ -215,12 +220,12 @@ class EngineLoop:
 
     @property
     def cache(self) -> RadixCache | None:
-        """Returns the radix cache, which any thread may use; None if rows of ended requests are not kept."""
+        """The radix cache, which any thread may use; None if rows of ended requests are not kept."""
         cache: RadixCache | None = self.generator.scheduler.cache
         return cache
 
     def set_step_policy(self, policy: StepPolicy | None) -> None:
-        """Admits requests and sizes steps by a policy from now on; None: by the rules of `Generator`."""
+        """Admit requests and size steps by a policy from now on; None: by the rules of `Generator`."""
         if policy is not None:
             for part in self.parts:
                 part.set_tenants(policy.admission.tenant_of)
@@ -230,20 +235,20 @@ class EngineLoop:
             self.call(partial(generator.set_step_policy, policy))
 
     def wake(self) -> None:
-        """Makes the thread look for work."""
+        """Make the thread look for work."""
         self._thread.wake()
 
     @property
     def handles(self) -> list[Handle]:
-        """Returns the handles that have no answer yet."""
+        """The handles that have no answer yet."""
         return list(self._handles)
 
     def close_loop(self) -> None:
-        """Ends the thread. Requests that have no answer yet are answered with an error."""
+        """End the thread. Unanswered requests are answered with an error."""
         self._end()
 
     def _weak_call(self) -> Callable[[Callable[[], Any]], Any]:
-        """Returns `call` without a reference to the engine, for the trie, which must not keep the engine alive."""
+        """Return `call` without a reference to the engine: the trie stores it, and must not keep the engine alive."""
         reference = weakref.ref(self)
 
         def call(function: Callable[[], Any]) -> Any:
@@ -261,7 +266,7 @@ class EngineLoop:
     def _put_event(self, handle: Handle, event: Any) -> None:
         if self._thread.is_current:
             self._events.setdefault(handle, []).append(event)
-        else:  # the request could not be entered: the caller's own thread answers it
+        else:  # the request was invalid, so the caller's own thread answers it
             send({handle: [event]})
 
     # -------------------------------------------------------------------------------------------- the engine's thread
@@ -278,16 +283,16 @@ class EngineLoop:
                 self.step_policy.note_live()
 
     def _feed(self, group: ReadGroup) -> None:
-        """Enters requests of a group while the group has room for more."""
+        """Add requests of a group to the generator while the group has free capacity."""
         handle = group.handle
         while handle in self._handles and (number := group.next()) is not None:
             options = {"readout": group.readout, "again": group.again[number], "sharing": group.shares}
             self._enter(handle, group.requests[number], partial(self._read, group, number), **options)
-        if handle.is_cancelled:  # by another thread, perhaps before these requests were entered
+        if handle.is_cancelled:  # perhaps by another thread, before these requests were added
             self._end_requests(handle)
 
     def _read(self, group: ReadGroup, number: int, answer: Any) -> None:
-        """Takes the answer of one request of a group."""
+        """Process the answer of one request of a group."""
         if not isinstance(answer, Result):
             self._answer(group.handle, answer)
             return
@@ -298,14 +303,14 @@ class EngineLoop:
             self._feed(group)
 
     def _read_alone(self, handle: Handle, answer: Any) -> None:
-        """Takes the answer of a request for numbers that was submitted alone."""
+        """Process the answer of a request for values that was submitted alone."""
         if isinstance(answer, Result):
             self._note_begun(handle)
             answer = [answer]
         self._answer(handle, answer)
 
     def work(self) -> None:
-        """Makes steps until no request is open."""
+        """Make steps until no request is open."""
         while not self._thread.is_closed:
             self._thread.take_in()
             if pause := self._pause:
@@ -320,7 +325,7 @@ class EngineLoop:
 
     @property
     def _pause(self) -> float:
-        """Returns for how many seconds no step is made, because only batches have work."""
+        """The seconds during which no step is made, because only batches have work."""
         if self.step_policy is None:
             return 0.0
         if self._live:
@@ -329,7 +334,7 @@ class EngineLoop:
         return self.step_policy.pause
 
     def _step(self) -> None:
-        """Makes one step of the generator. If it fails, the requests at fault are ended with its error."""
+        """Make one step of the generator. If it fails, end the requests that cause the failure with its error."""
         generator = self._generator
         assert generator is not None
         self._step_at = time.perf_counter()
@@ -340,20 +345,19 @@ class EngineLoop:
             self._failed_steps += 1
             is_lost = self._failed_steps > MAX_FAILED_STEPS
             faults = dict.fromkeys(generator.open_keys, error) if is_lost else find_fault(generator, error)
-            if faults:  # a later failure counts anew: it may be the fault of requests that came during the search
+            if faults:  # count a later failure anew: requests that came during the search may cause it
                 self._failed_steps = 0
             for key, failure in faults.items():
                 generator.end(key, failure)
-            # A single request may itself be at fault; if steps fail for each of several, the engine is.
+            # One request can be at fault by itself. If steps fail for several requests alone, the engine is at fault.
             if isinstance(error, ENGINE_FAULTS) or (len(faults) > 1 and not generator.has_work):
                 self.note_failure(error)
 
     def end_all(self, error: Exception) -> None:
-        """Answers all handles with an error of the thread outside of a step, after which the books cannot be
-        trusted."""
+        """Answer all handles with an error raised outside of a step. The books cannot be trusted after it."""
         self.note_failure(error)
         for handle in self.handles:
-            handle.is_cancelled = True  # so that its requests that are still queued are not entered
+            handle.is_cancelled = True  # its queued requests are not added then
             self._answer(handle, error)
         if self._generator is not None:
             with suppress(Exception):
@@ -362,7 +366,7 @@ class EngineLoop:
         send(events)
 
     def note_failure(self, error: Exception) -> None:
-        """Records the error of a step that no single request is at fault for."""
+        """Record the error of a step that no single request can cause."""
         self.failure, self.failed_at = error, time.monotonic()
 
     def _note_begun(self, handle: Handle) -> None:
@@ -373,7 +377,7 @@ class EngineLoop:
         if self._no_token and self._generator is not None:
             now = time.perf_counter()
             for sequence in self._generator.scheduler.running:
-                # Another thread may pop a key meanwhile, as it cancels its handle.
+                # Another thread may pop a key meanwhile, when it cancels its handle.
                 handle = self._no_token.get(sequence.key)
                 if handle is None:
                     continue
@@ -386,11 +390,11 @@ class EngineLoop:
 
 
 def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
-    """Returns {key of a request at fault: its error}, after a step has raised `error`.
+    """Return {key of a request at fault: its error} after a step has raised `error`.
 
-    The open requests are bisected: they run in halves, and halves of these, until each step that fails serves a single
-    request. All requests are open afterwards, and the caller ends those at fault. If no single request can be at fault,
-    because the worker is gone or memory is too small for one row, all open requests are returned with `error`.
+    The open requests are bisected: they run in halves, and halves of these, until each failing step serves a single
+    request. All requests stay open; the caller ends the ones at fault. If no single request can be at fault, because
+    the worker is gone or memory is too small for one row, all open requests are returned with `error`.
     """
     generator.take_in()
     keys = generator.open_keys
@@ -418,7 +422,7 @@ def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
 
 
 def _advance(generator: Generator, group: Sequence[int]) -> None:
-    """Makes steps until each running request of the group has one token more."""
+    """Make steps until each running request of the group has one more token."""
     before = generator.progress(group)
     while generator.step():
         running = {sequence.key for sequence in generator.scheduler.running}

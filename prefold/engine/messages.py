@@ -1,4 +1,4 @@
-"""Steps in flight: the message that the worker gets, and the hand-over of its result to the readers. No torch."""
+"""Steps in flight: build the message for the worker, and give its result to the readers. No torch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def message_of(
     *,
     before: InFlightStep | None = None,
 ) -> SlotStep:
-    """Returns the message of a step: the scheduler's, with the drawing of tokens, the reads of numbers and the
-    adapters.
+    """Return the message of a step: the scheduler's message with sampling, read-outs and adapters.
 
-    readers  the reader of each of the step's consumers
-    hooks    functions of the engine's parts that return further fields of the message
-    before   the step that was started before it; None: it is not known any more
+    Args:
+        readers: The reader of each consumer of the step.
+        hooks: Functions of the engine's parts that return further fields of the message.
+        before: The step started before it; None if it is not known any more.
     """
     drawing = None
-    goes_on = step.message.follows  # of sequences that generate
-    if not goes_on or before is None or before.message.drawing is not None:  # else each takes the most likely token
+    goes_on = step.message.follows  # the same sequences as in the previous step, generating
+    if not goes_on or before is None or before.message.drawing is not None:  # else all tokens are drawn greedily
         drawing = drawing_of([reader.state for reader in readers], [sequence.unknown for sequence in step.consumers])
     adapters = None
     if facts.adapters:
@@ -54,7 +54,7 @@ def message_of(
 
 
 def is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
-    """Returns whether the step's tokens can be drawn without the tokens of steps in flight."""
+    """Return True if the step's tokens can be drawn without the tokens of steps in flight."""
     return all(
         not sequence.unknown or reader.state is None or reader.state.independent
         for sequence, reader in zip(step.consumers, readers, strict=True)
@@ -62,14 +62,16 @@ def is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
 
 
 def adapter_of(facts: Facts, namespace: Namespace) -> int:
-    """Returns the number of a namespace's adapter; -1 if it has none."""
+    """Return the number of a namespace's adapter; -1 if it has none."""
     number = adapter_number(facts, namespace.adapter)
     return -1 if number is None else number
 
 
 def kept_rows(step: GenerateStep) -> list[tuple[Namespace, int]]:
-    """Returns (namespace, row) of each row of a step whose hidden state is to be kept. A row that only runs again, for
-    its result, is left out: its state is kept already."""
+    """Return (namespace, row) of each row of a step if its hidden state must be kept.
+
+    A row that runs again only for its result is left out, because its state is kept already.
+    """
     return [
         (namespace, row)
         for namespace, first, stop in step.namespaces
@@ -80,14 +82,14 @@ def kept_rows(step: GenerateStep) -> list[tuple[Namespace, int]]:
 
 
 def _keeping(step: SlotStep, rows: np.ndarray) -> SlotStep:
-    """Returns a step that keeps the hidden states of these rows."""
+    """Return the step with these rows added to the rows whose hidden states are kept."""
     read_rows = np.union1d(step.read_rows, rows)
     reads = np.searchsorted(read_rows, step.read_rows[step.reads])
     return replace(step, read_rows=read_rows, reads=reads, state_reads=np.searchsorted(read_rows, rows))
 
 
 def _read_outs_of(step: SlotStep, readers: Sequence[Reader]) -> tuple[Reads, ...]:
-    """Return a Reads for each Readout among a step's readers."""
+    """Return one Reads per Readout among a step's readers."""
     groups: dict[tuple[Readout, bool], list[tuple[int, ValueReader]]] = {}
     for i, reader in enumerate(readers):
         if isinstance(reader, ValueReader):
@@ -103,35 +105,28 @@ def _read_outs_of(step: SlotStep, readers: Sequence[Reader]) -> tuple[Reads, ...
 
 @dataclass(eq=False, slots=True)
 class InFlightStep:
-    """An InFlightStep is a step that the worker has started.
-
-    readers     the reader of each of the step's consumers
-    ticket      returns the result, once the worker has it
-    started_at  when the step's planning began, by `time.perf_counter`
-    plan        the seconds that the host took before the worker started it
-    model       the seconds that the worker has taken so far
-    """
+    """A step that the worker has started."""
 
     step: GenerateStep
     message: SlotStep
-    readers: Sequence[Reader]
-    ticket: Ticket
-    started_at: float
-    plan: float
-    model: float
+    readers: Sequence[Reader]  # the reader of each of the step's consumers
+    ticket: Ticket  # returns the result, once the worker has it
+    started_at: float  # time.perf_counter() at the start of planning
+    plan: float  # seconds of host time before the worker started the step
+    model: float  # seconds of worker time so far
 
     def take(
         self, result: SlotResult, tokens: Sequence[int], stats: GenerationStats
     ) -> tuple[list[bool], dict[Hashable, Exception]]:
-        """Gives tokens and numbers to their readers, and counts the tokens. tokens: the result's ids
+        """Give tokens and values to their readers, and count the tokens. `tokens` are the result's ids.
 
-        Returns whether each of the step's consumers ends with it, and {key of a request: the error of its reader}.
+        Return a bool per consumer, True if it ends with the step, and {key of a request: the error of its reader}.
         """
         for reads, read_out in zip(self.message.read_outs, result.values, strict=True):
             first = 0
             for read, size in zip(reads.consumers.tolist(), reads.sizes.tolist(), strict=True):
                 part, first = slice(first, first + size), first + size
-                if self.step.consumers[read].state == "ended":  # its request may run again, as another sequence
+                if self.step.consumers[read].state == "ended":  # the request may run again, as another sequence
                     continue
                 reader = self.readers[read]
                 assert isinstance(reader, ValueReader)
@@ -153,11 +148,10 @@ class InFlightStep:
 
 
 class Change:
-    """A Change is a context in which the books are changed. Books that an exception left half changed are rebuilt
-    before the next one."""
+    """A context for changes of the books. If an exception left them half changed, the next context rebuilds them."""
 
     def __init__(self, rebuild: Callable[[], None]):
-        self.is_open, self._rebuild = False, WeakMethod(rebuild)  # whose object holds this one
+        self.is_open, self._rebuild = False, WeakMethod(rebuild)  # weak, because the method's object refers to this one
 
     def __enter__(self) -> None:
         if self.is_open:

@@ -1,4 +1,4 @@
-"""The counters of an engine, its listeners, and the budget of a step's rows."""
+"""The counters of an engine, its listeners, and the row budget of a step."""
 
 from __future__ import annotations
 
@@ -16,34 +16,22 @@ from .worker import Ticket, Worker
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """A StepInfo describes one step, for progress and the report.
+    """One step, as progress and the report see it."""
 
-    rows           how many rows went through the model
-    path_rows      how many rows of earlier steps these attended to
-    requests_done  how many requests ended with the step
-    tokens_done    how many tokens the sequences of these requests had
-    started_at     time.perf_counter() when the step began
-    seconds        the time of the forward pass with its read-outs
-    running        how many rows were the last token of a sequence
-    """
-
-    rows: int
-    path_rows: int
-    requests_done: int
-    tokens_done: int
-    started_at: float
-    seconds: float
-    running: int = 0
+    rows: int  # rows computed
+    path_rows: int  # rows of earlier steps that these attend to
+    requests_done: int  # requests that ended with the step
+    tokens_done: int  # total tokens of these requests' sequences
+    started_at: float  # time.perf_counter() at the start
+    seconds: float  # time of the forward pass with its read-outs
+    running: int = 0  # decode rows: the last token of a sequence
 
 
 Listener = Callable[[StepInfo], None]
 
 
 class Meter:
-    """A Meter owns the Stats of an engine, to which several threads add.
-
-    stats  the counters since the meter was made, or since `reset`
-    """
+    """The Stats of an engine, to which several threads add; counted since creation or since `reset`."""
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -51,10 +39,11 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, *, seconds: dict[str, float] | None = None, **counts: int) -> None:
-        """Adds to the Stats.
+        """Add to the Stats.
 
-        seconds  seconds to add, by part
-        counts   counts to add, by field of Stats; of those that end with `_peak` the largest value stays
+        Args:
+            seconds: {part: seconds to add}.
+            counts: Counts to add, by field of Stats. Fields that end with `_peak` get the maximum instead.
         """
         with self._lock:
             stats = self.stats
@@ -66,8 +55,11 @@ class Meter:
                     stats.add_seconds(part, spent)
 
     def add_step(self, rows: int, unique: int, tokens: int, seconds: dict[str, float]) -> None:
-        """Adds a step to the Stats: its rows, and those of them that are unique tokens; the tokens of the requests that
-        end with it; and seconds, as `add` does. A step takes less time so than by names."""
+        """Add a step to the Stats; faster than `add` by field names.
+
+        `unique` of its `rows` are unique tokens. `tokens` are the tokens of the requests that end with it. For
+        `seconds`, see `add`.
+        """
         with self._lock:
             stats = self.stats
             stats.steps += 1
@@ -77,29 +69,28 @@ class Meter:
         self.add(seconds=seconds)
 
     def reset(self) -> Stats:
-        """Sets the Stats to zero, and returns what they were."""
+        """Set the Stats to zero, and return their old values."""
         with self._lock:
             self.stats, before = Stats(), self.stats
         return before
 
     def notify(self, step: StepInfo) -> None:
-        """Calls all listeners with a step."""
+        """Call all listeners with a step."""
         for listener in tuple(self._listeners):
             listener(step)
 
     @property
     def has_listeners(self) -> bool:
-        """Returns whether there is a listener."""
         return bool(self._listeners)
 
     def tell(self, listener: Listener, wants: bool) -> None:
-        """Calls a listener with every step from now on, or no more."""
+        """Call a listener with every step from now on, or no longer."""
         if wants != (listener in self._listeners):
             (self._listeners.append if wants else self._listeners.remove)(listener)
 
     @contextmanager
     def listening(self, listener: Listener | None) -> Iterator[None]:
-        """Returns a context in which the listener, unless it is None, is called with every step."""
+        """Return a context in which the listener, unless it is None, is called with every step."""
         if listener is None:
             yield
             return
@@ -110,16 +101,15 @@ class Meter:
             self._listeners.remove(listener)
 
 
-# After this many steps that fitted into memory, the budget doubles again.
+# After this many steps that fit into memory, the budget doubles again.
 STEPS_UNTIL_LARGER = 256
 
 
 class StepBudget:
-    """A StepBudget is the most rows that a step may have. It halves when memory is too small for a step, and doubles
-    again after STEPS_UNTIL_LARGER steps that fitted.
+    """The limit on the rows of a step.
 
-    rows   the most rows of the next step
-    least  the budget never falls below this many rows
+    The limit halves when memory is too small for a step, and doubles again after STEPS_UNTIL_LARGER steps that fit. It
+    never falls below `least` rows.
     """
 
     def __init__(self, rows: int, *, least: int = 1):
@@ -127,11 +117,10 @@ class StepBudget:
         self._most, self._steps = rows, 0
 
     def start(self, worker: Worker, message: Message, rows: int, prepared: Any = None) -> Ticket | None:
-        """Starts a step of `rows` rows and returns its ticket.
+        """Start a step of `rows` rows and return its ticket.
 
-        Returns None if memory is too small for the step; the budget is then at most half of the step's rows.
-
-        Raises OutOfMemoryError if memory is too small even for a step of `least` rows.
+        Return None if memory is too small for the step; the budget is then at most half of the step's rows. Raise
+        OutOfMemoryError if memory is too small even for a step of `least` rows.
         """
         try:
             ticket = worker.start(message, prepared)

@@ -1,4 +1,4 @@
-"""How large a step is: the measured times of steps, a server's step policy, and the limits that follow. No torch."""
+"""How large a step is: measured step times, a server's step policy, and the resulting limits. No torch."""
 
 from __future__ import annotations
 
@@ -13,43 +13,42 @@ from .schedule.admission import StepLimits
 from .schedule.fair import FairAdmission
 from .schedule.scheduler import Scheduler
 
-DECAY = 0.95  # the weight of a step as a share of the weight of the next one
-# A step may have at most this many times the rows of the largest step before it.
+DECAY = 0.95  # weight of a step, relative to the weight of the next step
+# Limit on the rows of a step, as a multiple of the largest recent step.
 GROWTH = 4
-# A step grows by at most this share of the last steps' rows, unless the last steps had very few rows.
+# Limit on the growth of a step, as a share of recent steps' rows (unless these were very few).
 MORE = 0.25
-# The rows of prompts that a step has room for however long it takes; and the rows of a batch before anything is
-# measured.
+# Prompt rows that a step may always have, however long they take. Also the rows of a batch before anything is measured.
 LEAST_ROWS = 16
-# For this many seconds after the last interactive request a batch makes no step, so that a client that sends its next
-# request at once need not wait.
+# A batch makes no step for this many seconds after the last interactive request. So a client that sends its next
+# request at once does not wait.
 PAUSE_SECONDS = 0.02
-# For this many seconds after the last interactive request the steps of a batch are short.
+# Steps of a batch are short for this many seconds after the last interactive request.
 LATELY_SECONDS = 2.0
 # A batch may lengthen a step in which interactive requests generate by this share of its time.
 LENGTHENED = 0.25
-# While interactive requests came lately, a step of a batch alone takes as long as this many steps of a single row.
+# After recent interactive requests, a step with only batch rows takes as long as this many steps of one row.
 SHORT_STEPS = 2.0
-# While interactive requests of several tenants came lately, a step takes this many seconds.
+# After recent interactive requests of several tenants, a step takes this many seconds.
 SHARED_SECONDS = 0.1
-# Without interactive requests lately, a step of a batch takes this many seconds.
+# Without recent interactive requests, a step of a batch takes this many seconds.
 ALONE_SECONDS = 0.25
 
 
 class StepTimes:
-    """Estimates how long a step takes: a fixed time, and a time for each row.
+    """Estimates the time of a step: a fixed time plus a time per row.
 
-    Both are fitted to the last steps by least squares of the relative errors: a step that took much longer than others
-    (the machine was busy, or kernels were compiled) counts for little. Later steps weigh more.
+    Both are fitted to recent steps by least squares of relative errors. So a step that took unusually long (a busy
+    machine, or kernel compilation) has little weight. Later steps have more weight.
     """
 
     __slots__ = ("_fixed", "_most", "_row", "count", "w", "wx", "wxx", "wxy", "wy")
 
     def __init__(self) -> None:
         self.count = 0  # steps noted
-        self.w = self.wx = self.wy = self.wxx = self.wxy = 0.0  # sums of weights, and of weighted values
+        self.w = self.wx = self.wy = self.wxx = self.wxy = 0.0  # sums of weights and of weighted values
         self._fixed, self._row = 0.0, 0.0
-        self._most = 0.0  # rows of the largest of the last steps
+        self._most = 0.0  # rows of the largest recent step
 
     def note_step(self, rows: int, seconds: float) -> None:
         """Record a step."""
@@ -61,7 +60,7 @@ class StepTimes:
         self.wxx, self.wxy = DECAY * self.wxx + weight * (rows * rows), DECAY * self.wxy + weight * (rows * seconds)
         x, y = self.wx / self.w, self.wy / self.w
         variance = self.wxx / self.w - x * x
-        if variance > 0.01 * x * x:  # if all steps have about the same rows, the time of a row cannot be told
+        if variance > 0.01 * x * x:  # with equal row counts, the time per row cannot be estimated
             self._row = max(0.0, (self.wxy / self.w - x * y) / variance)
         elif not self._row:
             self._row = y / x
@@ -69,35 +68,45 @@ class StepTimes:
         self._fixed = y - self._row * x
 
     def seconds_of(self, rows: int) -> float | None:
-        """Return how long a step of so many rows takes; None before the first step."""
+        """Return the estimated time of a step with this many rows; None before the first step."""
         return self._fixed + self._row * rows if self.count else None
 
     def rows_within(self, seconds: float) -> int:
-        """Return how many rows a step of so many seconds may have: at least 1, and at most GROWTH times the rows of the
-        last steps, because larger steps have not been measured."""
+        """Return how many rows fit in a step of this many seconds, at least 1.
+
+        The result is at most GROWTH times the rows of recent steps, because larger steps have not been measured.
+        """
         if not self.count:
             return LEAST_ROWS
         most = GROWTH * max(self._most, LEAST_ROWS)
         return max(1, int(min(most, (seconds - self._fixed) / max(self._row, 1e-12))))
 
     def more_rows(self, seconds: float) -> int:
-        """Return how many further rows make a step longer by so many seconds, at least 1, and at most a part of the
-        rows of the last steps: what many more rows cost cannot be told from steps of few."""
+        """Return how many more rows lengthen a step by this many seconds, at least 1.
+
+        The result is at most a share of the rows of recent steps: small steps say little about the cost of many more
+        rows.
+        """
         return max(1, int(min(max(LEAST_ROWS, self._most * MORE), seconds / max(self._row, 1e-12))))
 
 
 class StepPolicy:
-    """A StepPolicy decides before each step how many rows it may have, and how many of these belong to batches.
+    """Decides before each step how many rows it may have, and how many of them batches get.
 
-    While the prompt of an interactive request is being computed, batches get no rows. Beside interactive requests that
-    generate, they get as many rows as lengthen a step by a quarter; without interactive requests, as many as a short
-    step has. If that leaves them without rows for long, they get `batch_share` of the time.
+    While the prompt of an interactive request is computed, batches get no rows. While interactive requests generate,
+    batches may lengthen a step by a quarter. Without interactive requests, batches fill a short step. If batches get no
+    rows for long, they get `batch_share` of the time.
 
-    admission     the queue of the requests that it decides on
-    times         the measured times of steps
-    has_new_shares  whether the shares of tenants are to be read again before the next step
-    step_seconds  the most that a step should take while there are interactive requests; None: SHARED_SECONDS while they
-                  are of several tenants, else as long as they need
+    Attributes:
+        admission: The queue of the requests.
+        batch_share: The minimum share of time for batches.
+        times: The measured times of steps.
+        has_new_shares: The shares of tenants must be read again before the next step.
+
+    Args:
+        step_seconds: Limit on the time of a step while there are interactive requests. None: SHARED_SECONDS if they are
+            from several tenants, else no limit.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -114,17 +123,17 @@ class StepPolicy:
         self.has_new_shares = False
         self._step_seconds = step_seconds
         self._clock = clock
-        self._live_at = float("-inf")  # the last time at which there was an interactive request
-        self._shared_at = float("-inf")  # the last time at which several tenants had one
+        self._live_at = float("-inf")  # the last time with an interactive request
+        self._shared_at = float("-inf")  # the last time with interactive requests of several tenants
         self._settled_at = clock()
-        self._due = 0.0  # seconds that batches have a right to
+        self._due = 0.0  # seconds that batches are owed
 
     def note_live(self) -> None:
-        """Records that there is an interactive request now."""
+        """Record that there is an interactive request now."""
         self._live_at = self._clock()
 
     def settle(self, scheduler: Scheduler, max_rows: int) -> StepLimits:
-        """Returns the limits of the scheduler's next step, which may have at most `max_rows` rows."""
+        """Return the limits of the scheduler's next step, which may have at most `max_rows` rows."""
         queue, now = self.admission, self._clock()
         if self.has_new_shares:
             self.has_new_shares = False
@@ -149,7 +158,7 @@ class StepPolicy:
             self._due = 0.0
             return StepLimits(max_rows, batch_rows, lends=lends)
         self._due += self.batch_share * seconds
-        # Batches get a step only when it is due that much time: a step costs much more than another row in it.
+        # Batches get a step only once they are owed that much time: a step costs much more than another row in it.
         if is_due := self._due > LENGTHENED * (self.times.seconds_of(1) or ALONE_SECONDS):
             batch_rows, self._due = self.times.more_rows(self._due), 0.0
         return StepLimits(max_rows, batch_rows, is_due, lends)
@@ -167,7 +176,7 @@ class StepPolicy:
 
     @property
     def _short(self) -> float:
-        """Returns how long a step of a batch may take when interactive requests came lately."""
+        """The time that a step of a batch may take after recent interactive requests."""
         if self._step_seconds is not None:
             return self._step_seconds
         return min(ALONE_SECONDS, SHORT_STEPS * (self.times.seconds_of(1) or ALONE_SECONDS))
@@ -177,15 +186,16 @@ class StepPolicy:
 
     @property
     def pause(self) -> float:
-        """Returns for how many more seconds no step is made if only batches have work."""
+        """The remaining seconds without a step if only batches have work."""
         return max(0.0, self._live_at + PAUSE_SECONDS - self._clock())
 
 
 class StepPace:
-    """The limits of each step: set by the step policy if there is one, and never more than the budget.
+    """The limits of each step: set by the step policy if there is one, and never above the budget.
 
-    policy  the step policy, by which interactive requests and batches share the engine; None without one
-    limits  the limits of the next step
+    Attributes:
+        policy: The step policy that divides the engine between interactive requests and batches, or None.
+        limits: The limits of the next step.
     """
 
     def __init__(self, scheduler: Any, budget: StepBudget):
@@ -198,12 +208,12 @@ class StepPace:
         self.limits = self._whole = StepLimits(self._budget.rows)
 
     def shrink(self) -> None:
-        """Lower the limits after the budget has become smaller."""
+        """Lower the limits after the budget has shrunk."""
         self.limits = replace(self.limits, rows=self._budget.rows)
 
     @contextmanager
     def without_policy(self) -> Iterator[None]:
-        """Ask no step policy in this context, so that batches may have any number of rows."""
+        """Return a context without the step policy, in which batches may have any number of rows."""
         policy, self.policy = self.policy, None
         try:
             yield
@@ -211,18 +221,18 @@ class StepPace:
             self.policy = policy
 
     def before_admission(self) -> None:
-        """Set the limits of the next step to the budget if no policy sets them."""
+        """Set the limits of the next step to the budget if there is no policy."""
         if self.policy is None:
             if self._whole.rows != self._budget.rows:
                 self._whole = StepLimits(self._budget.rows)
             self.limits = self._whole
 
     def before_plan(self) -> None:
-        """Set the limits of the next step if a policy does."""
+        """Set the limits of the next step if there is a policy."""
         if self.policy is not None:
             self.limits = self.policy.settle(self._scheduler, self._budget.rows)
 
     def note(self, rows: int, seconds: float) -> None:
-        """Record a step of so many rows."""
+        """Record a step."""
         if self.policy is not None:
             self.policy.times.note_step(rows, seconds)

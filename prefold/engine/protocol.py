@@ -1,7 +1,7 @@
-"""What callers know of an engine, be it the engine of one model or a fleet of replicas.
+"""The interface of an engine, for one model or for a fleet of replicas.
 
-`Engine` is the one door to what computes. There are two engines: `ModelEngine` (`engine.py`) of one model, and `Fleet`
-(`cluster/fleet.py`) of many replicas.
+`Engine` is the only way to run requests. It has two implementations: `ModelEngine` (`engine.py`) for one model, and
+`Fleet` (`cluster/fleet.py`) for many replicas.
 """
 
 from __future__ import annotations
@@ -25,26 +25,17 @@ from .requests import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(SlotOptions):
-    """A GenerateOptions says how K/V is held for what is generated. Raises InputError for values out of range.
+    """Options for the K/V of generation. Raise InputError for values out of range."""
 
-    cache  the options by which K/V of ended requests is kept; None: it is not kept
-    """
-
-    cache: CacheOptions | None = None
+    cache: CacheOptions | None = None  # options of the radix cache; None: K/V of ended requests is not kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(StepOptions):
-    """An EngineOptions says what an engine does where a run does not say otherwise.
-
-    generation  how K/V is held for what is generated
-    eos_ids     the tokens that end a text
-
-    Raises InputError for values out of range.
-    """
+    """Options of an engine, used if a run does not override them. Raise InputError for values out of range."""
 
     generation: GenerateOptions = GenerateOptions()
-    eos_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()  # the tokens that end a text
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +44,7 @@ class EngineOptions(StepOptions):
 
     @classmethod
     def of(cls, options: ModelSpec, eos_ids: tuple[int, ...]) -> EngineOptions:
-        """Returns the options of an engine that are among a model's options."""
+        """Return the engine options from a model's options."""
         return part_of(cls, options, generation=part_of(GenerateOptions, options), eos_ids=eos_ids)
 
 
@@ -62,94 +53,62 @@ OnCache = Callable[[CacheReporter], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An EngineFacts is what a caller knows of an engine for as long as it has it.
+    """Facts about an engine that do not change. From `options` on, they are set only for an engine of one model."""
 
-    sharing   how requests share rows in a run that does not set `sharing`
-    divides   whether a run takes a whole spool, and divides it among replicas
-
-    Of an engine of one model:
-
-    options   the options that it was made with
-    adapters  the names of the LoRA adapters that requests may run with
-    max_rows  the most rows of a step; they are fewer for a while after memory ran out
-    depth     how many steps of a row stream may be in flight
-    """
-
-    sharing: Sharing
-    divides: bool = False
+    sharing: Sharing  # how requests share rows if a run does not set `sharing`
+    divides: bool = False  # a run takes a whole spool, and divides it among replicas
     options: EngineOptions = EngineOptions()
-    adapters: tuple[str, ...] = ()
-    max_rows: int = 0
-    depth: int = 1
+    adapters: tuple[str, ...] = ()  # names of the loaded LoRA adapters
+    max_rows: int = 0  # limit on the rows of a step; the current limit is lower for a while after memory ran out
+    depth: int = 1  # how many steps of a row stream may be in flight
 
 
 class RunningSequence(NamedTuple):
-    """A RunningSequence describes a sequence that runs.
+    """A running sequence, as a snapshot shows it."""
 
-    namespace      of its rows in the KV store
-    prompt_tokens  how many tokens its prompt has
-    cached_tokens  how many of these were in the KV store when it was admitted
-    output_tokens  how many tokens it has made
-    limit          the most tokens that it makes
-    """
-
-    namespace: Hashable
+    namespace: Hashable  # of its rows in the KV store
     prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    limit: int
+    cached_tokens: int  # prompt tokens that were in the KV store at admission
+    output_tokens: int  # tokens generated so far
+    limit: int  # the most tokens to generate
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A Snapshot holds the counters of an engine, and what has become of it and of its KV store.
-
-    stats          the counters
-    slots          slots of the KV store; 0: there is no store yet, or the engine is a fleet, whose replicas have stores
-    used_slots     slots in use
-    cache_seconds  the time spent in the radix cache; None: the engine has no cache
-    rows           the rows in the KV store, by namespace
-    paths          the paths of the trie, depth-first
-    running        the sequences that run
-    failure        the error of the last step, if no single request is at fault; None after a step that did not fail
-    failed_at      its time.monotonic()
-    is_ready       whether requests would be computed now; otherwise the replicas still load the model
-    replicas       what became of the replicas, in words; empty for an engine of one model
-    dtype          of the replicas; empty while none is ready, and for an engine of one model
-    """
+    """The counters of an engine, and the state of its KV store."""
 
     stats: Stats
-    slots: int = 0
+    slots: int = 0  # slots of the KV store; 0 before there is a store, and for a fleet (its replicas have stores)
     used_slots: int = 0
-    cache_seconds: float | None = None
-    rows: Mapping[Hashable, HeldRows] = field(default_factory=dict)
-    paths: Sequence[TreePath] = ()
+    cache_seconds: float | None = None  # time spent in the radix cache; None without a cache
+    rows: Mapping[Hashable, HeldRows] = field(default_factory=dict)  # rows in the KV store, by namespace
+    paths: Sequence[TreePath] = ()  # paths of the trie, depth-first
     running: Sequence[RunningSequence] = ()
-    failure: Exception | None = None
-    failed_at: float = 0.0
-    is_ready: bool = True
-    replicas: str = ""
-    dtype: str = ""
+    failure: Exception | None = None  # error of the last step if no single request can cause it
+    failed_at: float = 0.0  # time.monotonic() of the failure
+    is_ready: bool = True  # requests would run now; False while all replicas still load the model
+    replicas: str = ""  # state of the replicas, in words; empty for an engine of one model
+    dtype: str = ""  # of the replicas; empty while none is ready, and for an engine of one model
 
 
 class Engine(Protocol):
-    """An Engine computes what requests ask for. Any thread may call its methods.
+    """Computes requests. Any thread may call its methods.
 
-    A caller that has many requests at once, such as a job, calls `run` and takes the answers as they come. A caller
-    that has a few now and others later, such as a server, calls `submit`, and the answers reach its handles.
+    A caller with many requests at once, such as a job, calls `run` and consumes the answers. A caller with a few
+    requests at a time, such as a server, calls `submit`, and handles receive the answers.
     """
 
     @property
     def facts(self) -> EngineFacts:
-        """Returns what callers choose by."""
+        """Facts about the engine that do not change."""
 
     @property
     def stats(self) -> Stats:
-        """Returns the counters, as a snapshot has them."""
+        """The current counters."""
 
     @property
     def cache(self) -> RadixCache | None:
-        """Returns the radix cache, which any thread may use; None if rows of ended requests are not kept here."""
+        """The radix cache, which any thread may use; None if rows of ended requests are not kept here."""
 
     def submit(
         self,
@@ -161,20 +120,21 @@ class Engine(Protocol):
         text: bool = False,
         share: bool | None = None,
     ) -> None:
-        """Takes requests, which run for the owner of the handle. Their answer is put into the handle as its last event.
+        """Submit requests for the owner of the handle. The handle receives their answer as its last event.
 
-        The answer is a list with the Result of each request; with the read-out "tokens" there is one request, and the
-        answer is a list with a Generated for each of its samples. It is an exception where a request cannot run, or the
-        engine fails.
+        The answer is a list with the Result of each request. With the read-out "tokens" there must be one request, and
+        the answer is a list with a Generated per sample. If a request cannot run or the engine fails, the answer is an
+        exception.
 
-        tokenizer  of the texts; None: they are made of tokens alone
-        text       with the read-out "tokens": whether pieces of the text are put into the handle before the answer. A
-                   fleet puts the whole text of a sample as one piece
-        share      whether requests share rows with others; None: as the engine's facts say
+        Args:
+            tokenizer: Decodes tokens to text; None if only tokens are needed.
+            text: With the read-out "tokens", send pieces of text to the handle before the answer. A fleet sends the
+                whole text of a sample as one piece.
+            share: Requests share rows with others; None: as in the engine's facts.
         """
 
     def cancel(self, *handles: Handle) -> None:
-        """Ends the requests of handles. The handles get no further events."""
+        """End the requests of handles. The handles get no further events."""
 
     def run(
         self,
@@ -189,45 +149,52 @@ class Engine(Protocol):
         on_step: Listener | None = None,
         stopping: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Yields (tag, answer) of every request of windows: a Result, with the read-out "tokens" a list of Generated,
-        or the InputError of a request that cannot run.
+        """Yield (tag, answer) of every request of windows.
 
-        windows         the Windows of a spool, or a LiveInput; unless `facts.divides`, also any iterable of windows
-        tokenizer       of the texts; None: they are made of tokens alone
-        sharing         how rows are shared; None: as the engine's facts say
-        max_batch_rows  the most rows of a step of a row stream; None: the engine's
-        owner           of an engine of one model: the tenant and the class that the requests run for, beside those of
-                        others; None: the run may take the whole engine
-        on_failure      of such requests: takes the error of steps that fail by the fault of one of them, and returns
-                        its answer; None: the error is raised
-        on_step         called after every step
-        stopping        called after every step: once it returns True, the run ends. None: it ends with the last answer
+        An answer is a Result, a list of Generated for the read-out "tokens", or the InputError of a request that cannot
+        run.
+
+        Args:
+            windows: The Windows of a spool, or a LiveInput. Unless `facts.divides`, any iterable of windows works.
+            tokenizer: Decodes tokens to text; None if only tokens are needed.
+            sharing: How rows are shared; None: as in the engine's facts.
+            max_batch_rows: Limit on the rows of a step of a row stream; None: the engine's.
+            owner: For an engine of one model: the tenant and the class of the requests, which run beside other
+                requests. None: the run may use the whole engine.
+            on_failure: With `owner`: called with the error of steps that fail because of one request; returns the
+                request's answer. None: raise the error.
+            on_step: Called after every step.
+            stopping: Called after every step; once it returns True, the run ends. None: the run ends with the last
+                answer.
         """
 
     def snapshot(
         self, *, rows: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
     ) -> Snapshot:
-        """Returns the counters as they are now; waits for no step unless more is wanted.
+        """Return the current counters. Waits for a step only if `rows` or `paths` ask for more.
 
-        rows   whether the rows of each namespace are wanted
-        paths  how many paths of the trie are wanted, and the sequences that run; 0: neither of them
-        wants  whether the paths of a namespace are wanted; None: all are
+        Args:
+            rows: Include the rows of each namespace.
+            paths: Include at most this many paths of the trie, and the running sequences; 0: neither.
+            wants: wants(namespace) -> True to include its paths; None: include all.
         """
 
     def watching(
         self, on_step: Listener | None = None, *, policy: StepPolicy | None = None, on_cache: OnCache | None = None
     ) -> AbstractContextManager[None]:
-        """Returns a context in which functions are called after every step of an engine of one model, in its thread.
+        """Return a context in which functions are called after every step of an engine of one model, in its thread.
 
-        policy    admits requests and sizes steps within the context; None: the engine's own rules do
-        on_cache  called with what reports the events of the cache
+        Args:
+            on_step: Called with every step.
+            policy: Admits requests and sizes steps in the context; None: the engine's own rules.
+            on_cache: Called with the reporter of cache events.
         """
 
     def count(self, **counts: int) -> None:
-        """Adds to counters, by field of Stats, for requests that a caller answers without a run."""
+        """Add to counters, by field of Stats, for requests that a caller answers without a run."""
 
     def reset_stats(self) -> Stats:
-        """Sets the counters to zero, and returns what they were."""
+        """Set the counters to zero, and return their old values."""
 
     def close(self) -> None:
-        """Ends the engine, which runs nothing afterwards."""
+        """End the engine, which runs nothing afterwards."""

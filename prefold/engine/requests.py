@@ -1,4 +1,4 @@
-"""Open requests of the generator, and the readers that take the tokens and numbers which steps read for them."""
+"""Open requests of the generator, and readers for the tokens and values that steps return."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .samples import OnText, Sample
 from .schedule.parts import EnginePart, hooks
 from .worker import Facts
 
-# The kinds of Readout that are read at a prompt's last row alone; so is "logprobs" of a single target.
+# Kinds of Readout that read only a prompt's last row. "logprobs" of a single target does too.
 LAST_ROW_KINDS = ("last", "head", "logits")
-# The kinds of Readout that need an LM head.
+# Kinds of Readout that need an LM head.
 _LOGIT_KINDS = ("logits", "logprobs", "tokens")
 
 NO_TARGETS = np.zeros(0, np.int32)
@@ -31,24 +31,26 @@ Answer = list[Generated] | Result | InputError
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """A KeptStates is the part of the namespace of rows whose hidden states are kept in their slots. All rows of a
-    prompt can then be read in the step of its last row, whichever request computed them."""
+    """Namespace part of rows with hidden states kept in their slots.
+
+    All rows of a prompt can then be read in the step of its last row, no matter which request computed them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """An Alone is the part of the namespace of a request that shares no rows. key: of the request"""
+    """Namespace part of a request that shares no rows."""
 
-    key: int
+    key: int  # of the request
 
 
 class ValueReader:
-    """A ValueReader takes the numbers that are read of a prompt. It has the interface of a Sample that makes no
-    tokens.
+    """Receives the values read from a prompt. It has the interface of a Sample without tokens.
 
-    asked    the Readout
-    targets  int32, with "logprobs": the tokens whose log-probabilities are wanted
-    count    how many of the prompt's last rows are read, by their kept hidden states; None: only the last row is read
+    Attributes:
+        asked: The Readout.
+        targets: int32, for "logprobs": the tokens to score.
+        count: How many of the prompt's last rows are read from kept hidden states; None: only the last row is read.
     """
 
     number = 0
@@ -62,20 +64,20 @@ class ValueReader:
 
     @property
     def has_rows(self) -> bool:
-        """Returns whether the result has a row, or a number, for each row that is read."""
+        """True if the result has a row, or a value, for each row that is read."""
         return self.readout.kind in ("logprobs", "every")
 
     @property
     def is_done(self) -> bool:
-        """Returns whether the numbers are there."""
+        """True if the values have been read."""
         return self.result is not None
 
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
-        """Returns True: the request ends when its numbers are read."""
+        """Return True, because the request ends when its values are read."""
         return True
 
     def cancel(self) -> None:
-        """Does nothing: a request for numbers that is cancelled has no answer."""
+        """Do nothing: a cancelled request for values has no answer."""
 
 
 Reader = Sample | ValueReader
@@ -83,51 +85,40 @@ Reader = Sample | ValueReader
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """An OpenRequest is a request that has no answer yet.
-
-    readers        a Sample for each sample; for a request that is not continued, one ValueReader
-    on_done        called with the answer
-    limit          the most tokens that each reader takes
-    reserve        whether room for all of these is set aside at admission
-    namespace      rows are shared only between requests of one namespace
-    owner          the tenant and the class that it runs for
-    again          whether it is a further read of a prompt that an earlier request counts
-    cached_tokens  how many of the prompt's rows were in the KV store when its first sample was admitted
-    noted          further fields of the Generated of each sample, which features fill in
-    """
+    """A request without an answer so far."""
 
     key: int
     request: Request
-    readers: Sequence[Reader]
-    on_done: Callable[[Any], None]
-    limit: int
-    reserve: bool
-    namespace: Namespace
-    owner: Owner
-    again: bool = False
-    cached_tokens: int = 0
-    noted: dict[str, int] = field(default_factory=dict)
+    readers: Sequence[Reader]  # one Sample per sample; for a request that is not continued, one ValueReader
+    on_done: Callable[[Any], None]  # called with the answer
+    limit: int  # the most tokens of each reader
+    reserve: bool  # reserve slots for all these tokens at admission
+    namespace: Namespace  # rows are shared only between requests of one namespace
+    owner: Owner  # the tenant and the class (interactive or batch)
+    again: bool = False  # a twin: another read of a prompt that is counted already
+    cached_tokens: int = 0  # prompt rows in the KV store when the first sample was admitted
+    noted: dict[str, int] = field(default_factory=dict)  # further fields of each Generated, set by features
 
     @property
     def rows(self) -> np.ndarray:
-        """Returns the ids of the prompt's rows that are computed, int32 [n]."""
+        """The ids of the prompt's rows that are computed, int32 [n]."""
         return self.request.tokens
 
     @property
     def is_done(self) -> bool:
-        """Returns whether all of its readers are done."""
+        """True if all its readers are done."""
         return all(reader.is_done for reader in self.readers)
 
     @property
     def num_tokens(self) -> int:
-        """Returns how many rows its sequences would have without sharing."""
+        """The number of rows that its sequences would have without sharing."""
         return sum(len(self.request.tokens) + max(0, len(reader.tokens) - 1) for reader in self.readers)
 
     def answer(self) -> Answer:
-        """Returns the answer to a request that is done.
+        """Return the answer to a request that is done.
 
-        The answer is a list with a Generated for each sample, or the error of the first sample that failed. For a
-        request that is not continued it is the Result.
+        The answer is a list with a Generated per sample, or the error of the first sample that failed. For a request
+        that is not continued, it is the Result.
         """
         samples = []
         for reader in self.readers:
@@ -141,16 +132,20 @@ class OpenRequest:
 
 
 def joint_readout(readout: Readout, num_targets: Iterable[int]) -> Readout:
-    """Returns the Readout with which all prompts of a group are read: if one needs kept hidden states, all keep theirs,
-    so that they share rows. num_targets: of each prompt."""
+    """Return the Readout for all prompts of a group, given the number of targets of each prompt.
+
+    If one prompt needs kept hidden states, all keep them, so that they can share rows.
+    """
     return (
         readout if readout.kind != "logprobs" or reads_last_rows(readout, num_targets) else replace(readout, keeps=True)
     )
 
 
 def num_read_rows(readout: Readout, request: Request) -> int | None:
-    """Returns how many of a prompt's last rows are read by kept hidden states; None if only its last computed row is
-    read, which needs nothing kept."""
+    """Return how many of a prompt's last rows are read from kept hidden states.
+
+    None means that only the last computed row is read, and nothing needs to be kept.
+    """
     if readout.kind in ("mean", "every"):
         return len(request.tokens)
     if readout.kind != "logprobs":
@@ -160,25 +155,26 @@ def num_read_rows(readout: Readout, request: Request) -> int | None:
 
 
 def check_asked(parts: Sequence[EnginePart], asked: Asked, sharing: Sharing = "full") -> None:
-    """Raise InputError if an engine of these parts cannot do with this sharing what is asked."""
+    """Raise InputError if an engine with these parts does not support a question with this sharing."""
     for check in hooks(parts, "check"):
         check(asked, sharing)
 
 
 def reads_last_rows(readout: Readout, num_targets: Iterable[int]) -> bool:
-    """Returns whether a Readout reads only the last rows of prompts. Other rows may be cached, and the cache holds K/V
-    and no results.
+    """Return True if a Readout reads only the last rows of prompts.
 
-    num_targets  the number of targets of each prompt; only "logprobs" depends on it
+    All other rows may then come from the cache, which holds K/V but no results. `num_targets` has the number of targets
+    of each prompt, and only matters for "logprobs".
     """
     return all(count == 1 for count in num_targets) if readout.kind == "logprobs" else readout.kind in LAST_ROW_KINDS
 
 
 class RequestBuilder:
-    """A RequestBuilder turns a Request into an OpenRequest. Any thread may call it.
+    """Turns a Request into an OpenRequest. Any thread may call it.
 
-    reserve  whether room for the whole output is set aside when the request limits its length
-    check    takes what is asked of a request, and raises InputError if the engine cannot do it
+    Args:
+        reserve: Reserve slots for the whole output of requests that limit its length.
+        check: Raises InputError if the engine does not support a request's question.
     """
 
     def __init__(self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, check: Callable[[Asked], None]):
@@ -198,11 +194,12 @@ class RequestBuilder:
         sharing: bool,
         owner: Owner,
     ) -> OpenRequest:
-        """Returns the OpenRequest of a request. Raises InputError for a request that cannot be run.
+        """Return the OpenRequest of a request. Raise InputError if the request cannot run.
 
-        readout  what is read, if the request is not continued
-        sharing  whether it shares rows with other requests
-        owner    the tenant and the class that it runs for
+        Args:
+            readout: The read-out, if the request is not continued.
+            sharing: The request shares rows with other requests.
+            owner: The tenant and the class (interactive or batch) of the request.
         """
         adapter_number(self.facts, request.namespace.adapter)
         check_logits(self.facts, "tokens" if readout is None else readout.kind)
@@ -220,7 +217,7 @@ class RequestBuilder:
         limit = room if most is None else min(most, room)
         if limit < 1:
             raise InputError(
-                f"the prompt has {len(request.tokens)} tokens, the context {self.facts.max_positions}",
+                f"the prompt has {len(request.tokens)} tokens, but the context has {self.facts.max_positions}",
                 field="prompt",
                 remedy="shorten it",
                 code="too_long",
@@ -239,7 +236,7 @@ class RequestBuilder:
     ) -> list[Sample]:
         sampling = request.sampling
         assert sampling is not None
-        # No lock is held while a grammar compiles, which may take long: at worst two threads compile the same one.
+        # No lock is held while a grammar compiles, which may be slow: at worst two threads compile the same grammar.
         texts = self._texts_of(tokenizer, request)
         matcher = None if sampling.grammar is None else texts.grammars.matcher(sampling.grammar)
         detokenizer = None if tokenizer is None else texts.detokenizer
@@ -254,11 +251,11 @@ class RequestBuilder:
         ]  # fmt: skip
 
     def _texts_of(self, tokenizer: Tokenizer | None, request: Request) -> _TextMakers:
-        """Returns the detokenizer and the grammars of a tokenizer; those of the tokenizer used last are kept."""
+        """Return the detokenizer and the grammars of a tokenizer. They are cached for the tokenizer used last."""
         if tokenizer is None:
             for field in ("stop", "grammar"):
                 if getattr(request.sampling, field):
-                    message = f"{field!r} needs a tokenizer, and the model has none"
+                    message = f"{field!r} needs a tokenizer, but the model has none"
                     raise InputError(message, field=field, remedy="leave it out", code="no_tokenizer")
         texts = self._texts
         if texts is None or texts.tokenizer is not tokenizer:
@@ -267,7 +264,7 @@ class RequestBuilder:
 
 
 class _TextMakers:
-    """A _TextMakers is a tokenizer with its detokenizer and its grammar compiler, each made at its first use."""
+    """A tokenizer with its detokenizer and its grammar compiler, each created at its first use."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
         self.tokenizer = tokenizer
@@ -283,15 +280,17 @@ class _TextMakers:
 
 
 def check_logits(facts: Facts, kind: str) -> None:
-    """Raise InputError for a kind of Readout that needs logits if the model has no LM head. Every request passes here
-    before its first step, whatever computes the step."""
+    """Raise InputError if a kind of Readout needs logits but the model has no LM head.
+
+    Every request is checked here before its first step.
+    """
     if kind in _LOGIT_KINDS and not facts.has_logits:
         raise no_lm_head()
 
 
 def adapter_number(facts: Facts, name: str) -> int | None:
-    """Returns the number by which the worker knows an adapter; None for "". Raises InputError for an unknown one."""
+    """Return the worker's number of an adapter; None for "". Raise InputError for an unknown adapter."""
     if not name or name in facts.adapters:
         return facts.adapters.index(name) if name else None
-    remedy = f"those loaded: {', '.join(facts.adapters) or 'none'}"
+    remedy = f"loaded adapters: {', '.join(facts.adapters) or 'none'}"
     raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")

@@ -1,4 +1,4 @@
-"""A sample of a request while it is generated: its tokens, its text, and the conditions that end it."""
+"""A sample of a request during generation: its tokens, its text, and the conditions that end it."""
 
 from __future__ import annotations
 
@@ -15,33 +15,30 @@ from .schedule.steps import NOT_FINITE
 
 
 class TextPiece(NamedTuple):
-    """A TextPiece is the next piece of a sample's text.
+    """The next piece of a sample's text."""
 
-    sample  the number of the sample
-    tokens  (id, log-probabilities) of the tokens whose text begins in this piece; None for log-probabilities that the
-            request does not want
-    count   how many tokens the sample has so far
-    """
-
-    sample: int
+    sample: int  # number of the sample
     text: str
-    tokens: tuple[tuple[int, TokenLogprobs | None], ...] = ()
-    count: int = 0
+    tokens: tuple[tuple[int, TokenLogprobs | None], ...] = ()  # (id, logprobs if requested) of tokens that start here
+    count: int = 0  # tokens of the sample so far
 
 
 OnText = Callable[[TextPiece], None]
 
 
 class Sample:
-    """A Sample takes the tokens that steps chose for it, one after the other, and makes its text of them.
+    """Receives the tokens that steps drew for a sample, one after the other, and decodes them to text.
 
-    asked          the Sampling
-    number         the sample's number in its request
-    tokens         the tokens that it has taken
-    finish_reason  why it ended; None while it goes on
-    state          the state on which the choice of its next token depends
-    error          the error in place of a result; None without one
-    on_text        called with every piece of text as it becomes final; None: text is made at the end
+    Attributes:
+        asked: The Sampling.
+        number: The sample's number in its request.
+        tokens: The tokens so far.
+        finish_reason: Why it ended; None while it runs.
+        state: The state that determines the next token.
+        error: The error in place of a result, or None.
+
+    Args:
+        on_text: Called with every piece of final text. None: the text is decoded at the end.
     """
 
     def __init__(
@@ -72,9 +69,9 @@ class Sample:
         self._num_sent = 0  # tokens that were sent with a piece of text
         self._tokenizer = tokenizer
         self._on_text = on_text
-        # Without stop strings and without a listener, text is made at the end.
+        # Without stop strings and without a listener, text is decoded at the end.
         streams = detokenizer is not None and (sampling.stop or on_text is not None)
-        # A choice that holds special tokens is told by them alone.
+        # A choice with special tokens shows them, because its text may consist only of them.
         self._skips = sampling.skip_special_tokens and not (matcher is not None and matcher.shows_special)
         self._text = None
         if detokenizer is not None and streams:
@@ -85,13 +82,13 @@ class Sample:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether the sample has ended."""
+        """True if the sample has ended."""
         return self.finish_reason is not None
 
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
-        """Takes the next token, and returns whether the sample has ended.
+        """Add the next token, and return True if the sample has ended.
 
-        token  None: the grammar allows no token; NOT_FINITE: the logits were no finite numbers
+        `token` is None if the grammar allows no token, and NOT_FINITE if the logits were not finite.
         """
         if token == NOT_FINITE:
             message = f"the logits after {len(self.tokens)} tokens are not finite numbers"
@@ -119,14 +116,14 @@ class Sample:
         return self._end("length") if len(self.tokens) == self._limit else False
 
     def cancel(self) -> None:
-        """Ends the sample as it is, with finish_reason "cancelled"; does nothing where it has ended."""
+        """End the sample with its tokens so far and finish_reason "cancelled". Do nothing if it has ended."""
         if not self.is_done:
             self._end("cancelled")
 
     def result(self, cached_tokens: int, **noted: int) -> Generated:
-        """Returns the result of a sample that has ended without an error. noted: further fields of the Generated"""
+        """Return the result of a sample that ended without an error. `noted` are further fields of the Generated."""
         assert self.finish_reason is not None
-        # Tokens behind a stop string are no part of the result.
+        # Tokens after a stop string are not part of the result.
         count = len(self.tokens) if self._text is None else self._text.num_tokens
         if self._text is not None:
             text: str | None = self._text.text
@@ -143,10 +140,10 @@ class Sample:
         )
 
     def _check_grammar(self) -> None:
-        """Sets `error` if the text ends before its grammar does: the grammar grew too complex, or no token fits."""
+        """Set `error` if the text ends before its grammar does: the grammar became too complex, or no token fits."""
         matcher = self.state.matcher
         if matcher is not None and (matcher.failed or not matcher.is_complete):
-            reason = " ".join((matcher.failed or "no token goes on as it asks").split())[:300]
+            reason = " ".join((matcher.failed or "no token continues the text").split())[:300]
             message = f"the grammar could not be followed after {len(self.tokens)} tokens: {reason}"
             self.error = InputError(message, field="grammar", remedy="give a simpler one", code="grammar_failed")
 

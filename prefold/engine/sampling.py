@@ -1,4 +1,4 @@
-"""The state on which the choice of a sample's next token depends, and the Drawing that tells a worker of it."""
+"""The state that determines a sample's next token, and the Drawing message for the worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the step of SplitMix
 
 
 def _mix(x: int) -> int:
-    """Returns x after the finaliser of SplitMix64 (Steele et al. 2014): every bit of x changes about half of the 64."""
+    """Return x after the finalizer of SplitMix64 (Steele et al. 2014): each bit of x changes about half of the bits."""
     x &= _WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
@@ -25,20 +25,20 @@ def _mix(x: int) -> int:
 
 
 def make_stream(seed: int, sample: int) -> int:
-    """Returns the 64-bit number from which the keys of one sample's positions are made."""
+    """Return the 64-bit number from which the keys of a sample's positions are derived."""
     return _mix(_mix(seed + _GOLDEN) + sample)
 
 
 def make_key(stream: int, position: int) -> int:
-    """Returns the 64-bit key of the draw at a position of a sample: the `position`-th number of SplitMix64."""
+    """Return the 64-bit key for the draw at a position of a sample: number `position` of SplitMix64."""
     return _mix(stream + (position + 1) * _GOLDEN)
 
 
 def hash_ids(ids: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Returns a number of 32 random bits for each token id, uint32 [n].
+    """Return 32 random bits for each token id, uint32 [n].
 
-    ids [n], any whole numbers below 2**32; keys uint64 [n], or [1] for all. Wellons' `triple32`, with half of the key
-    put in before each of its first two products.
+    `ids` [n] are whole numbers below 2**32; `keys` are uint64 [n], or [1] for all. The hash is Wellons' `triple32`,
+    with half of the key mixed in before each of its first two products.
     """
     keys = keys.astype(np.uint64, copy=False)
     x = ids.astype(np.uint32) ^ keys.astype(np.uint32)
@@ -54,23 +54,22 @@ def hash_ids(ids: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def gumbel(hashes: np.ndarray) -> np.ndarray:
-    """Returns the noise of hashes uint32 [n], float64 [n]: between -3.2 and 22.9, for 32 bits bound how rare it can
-    be."""
+    """Return Gumbel noise from hashes uint32 [n]: float64 [n] between -3.2 and 22.9, the range of 32 bits."""
     return -np.log(-np.log(1.0 - (hashes + 0.5) * 2.0**-32))
 
 
-# A temperature this small divides logits into numbers that float32 cannot tell apart.
+# Below this temperature, float32 cannot represent the quotients of logits well, so sampling is greedy.
 GREEDY_BELOW = 1e-5
 NO_PENALTIES = penalties_of(SamplerOptions())
 
 
 class SamplerState:
-    """A SamplerState holds all that the choice of a sample's next token depends on: options, key, position, tokens so
-    far.
+    """All inputs of the choice of a sample's next token: options, key, position, and tokens so far.
 
-    position   the place in the output of the token that is chosen next: 0 for the first
-    matcher    follows the sample's grammar; None without one
-    end_ids    the ids that end the sample; they are banned before min_tokens
+    Attributes:
+        position: The place in the output of the next token: 0 for the first.
+        matcher: Follows the sample's grammar; None without one.
+        end_ids: The ids that end the sample; banned before min_tokens.
     """
 
     def __init__(
@@ -83,10 +82,11 @@ class SamplerState:
         end_ids: Iterable[int] = (),
         matcher: Matcher | None = None,
     ):
-        """Makes the state before the first token.
+        """Create the state before the first token.
 
-        prompt   token ids; only a repetition penalty reads them, and it skips the rows of images
-        matcher  is advanced by the state from now on
+        Args:
+            prompt: Token ids. Only a repetition penalty reads them, and it skips image rows.
+            matcher: This state advances it from now on.
         """
         self.sampling = sampling
         self.matcher = matcher
@@ -109,27 +109,26 @@ class SamplerState:
         self._place = {token: i for i, token in enumerate(self._ids.tolist())} if self.penalised else {}
 
     def plain(self, ahead: int = 0) -> bool:
-        """Returns whether the next token is just the most likely one, without log-probabilities.
+        """Return True if the next token is the most likely one, without log-probabilities.
 
-        ahead  how many tokens before it are still in flight
+        `ahead` tokens before it are still in flight.
         """
         return self._bare and (self.position + ahead >= self.sampling.min_tokens or not self.end_ids.size)
 
     @property
     def independent(self) -> bool:
-        """Returns whether a token can be chosen without the tokens before it, and without log-probabilities."""
+        """True if a token can be drawn without the tokens before it, and without log-probabilities."""
         return not self.penalised and self.matcher is None and self.sampling.logprobs is None
 
     def banned_ids(self, ahead: int = 0) -> np.ndarray:
-        """Returns the ids, int64, that may not come next because the sample would end before min_tokens.
+        """Return the ids, int64, that are banned as the next token because the sample would end before min_tokens.
 
-        ahead  how many tokens before the next one are still in flight
+        `ahead` tokens before the next one are still in flight.
         """
         return self.end_ids if self.position + ahead < self.sampling.min_tokens else self.end_ids[:0]
 
     def advance(self, token: int) -> bool:
-        """Takes `token` as the next one of the output, and returns whether the sample ends with it, because the grammar
-        allows no token after it."""
+        """Append `token` to the output. Return True if the sample ends because the grammar allows no further token."""
         self.position += 1
         if self.penalised:
             self._count(token)
@@ -139,12 +138,12 @@ class SamplerState:
         return self.matcher.is_done
 
     def key(self, ahead: int = 0) -> int:
-        """Returns the 64-bit key of the noise that the token at `position` + `ahead` is drawn with."""
+        """Return the 64-bit key of the noise for the token at `position` + `ahead`."""
         return make_key(self._stream, self.position + ahead)
 
     @property
     def output_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids that penalties concern, int64, and how often each is in the output, float32."""
+        """The ids with penalties, int64, and how often each occurs in the output, float32."""
         return self._ids[: len(self._place)], self._counts[: len(self._place)]
 
     def _count(self, token: int) -> None:
@@ -157,10 +156,11 @@ class SamplerState:
 
 
 def drawing_of(states: Sequence[SamplerState | None], ahead: Sequence[int]) -> Drawing | None:
-    """Returns the Drawing of a step's tokens; None if each is just the most likely one.
+    """Return the Drawing of a step's tokens; None if each is the most likely token.
 
-    states  the state of the sample at each read; None: any token will do
-    ahead   how many tokens of the sample at each read are still in flight
+    Args:
+        states: The state of the sample at each read; None if any token will do.
+        ahead: For each read, how many tokens of its sample are still in flight.
     """
     reads = [(i, state, ahead[i]) for i, state in enumerate(states) if state is not None and not state.plain(ahead[i])]
     if not reads:

@@ -1,4 +1,4 @@
-"""Row streams: windows of requests become steps of one stream, and every request gets what is read of its rows."""
+"""Row streams: windows of requests become steps of one stream, and each request gets the values of its rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .worker import Ticket, Worker
 
 T = TypeVar("T")
 
-# Streams are numbered over all engines of a process, because several engines may share a worker.
+# Streams are numbered per process, not per engine, because several engines may share a worker.
 _NUMBERS = itertools.count()
 
 
@@ -42,16 +42,16 @@ def run_stream(
     budget: StepBudget,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[bytes, Result]]:
-    """Yields (tag, result) of every request when the step that ends it has been computed.
+    """Yield (tag, result) of every request when the step that ends it is computed.
 
-    With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). The next step is
-    planned, and prepared by the worker, in a thread while the steps before it run.
+    With sharing "full", the windows must be consecutive pieces of one stream (`Spool.windows`). A thread plans the next
+    step, and the worker prepares it, while earlier steps run.
 
-    engine    starts the steps in its thread
-    stopping  called after every step: once it returns True, no more steps are begun
+    `engine` starts the steps in its thread. `stopping` is called after every step; once it returns True, no more steps
+    start.
     """
     run = _StreamRun(engine, worker, readout, sharing, budget)
-    # Wherever Ctrl-C falls, even into the last lines here, the worker forgets the stream after the last of its steps.
+    # If Ctrl-C comes at any time, even before the `try` below, the worker still forgets the stream after its last step.
     end = weakref.finalize(run, engine.post, worker.forget, run.number)
     in_flight: deque[_StartedStep] = deque()
     try:
@@ -71,7 +71,7 @@ def run_stream(
 
 @dataclass(frozen=True, slots=True)
 class _PreparedStep:
-    """A _PreparedStep is a planned step with the tensors that the worker has prepared for it."""
+    """A planned step with the tensors that the worker has prepared."""
 
     scheduler: StreamPlanner
     results: _WindowResults
@@ -81,7 +81,7 @@ class _PreparedStep:
 
 @dataclass(frozen=True, slots=True)
 class _StartedStep:
-    """A _StartedStep is a step that the worker has started."""
+    """A step that the worker has started."""
 
     results: _WindowResults
     plan: PlannedStep
@@ -91,7 +91,7 @@ class _StartedStep:
 
 @dataclass(eq=False)
 class _StreamRun:
-    """A _StreamRun is one stream on its way through a worker."""
+    """One stream during its run on a worker."""
 
     engine: EngineLoop
     worker: Worker
@@ -106,7 +106,7 @@ class _StreamRun:
         self.number = next(_NUMBERS)
 
     def prepare(self, windows: Iterable[Window]) -> Iterator[_PreparedStep]:
-        """Plans and prepares the steps of every window, and yields them."""
+        """Plan and prepare the steps of every window, and yield them."""
         check_logits(self.worker.facts, self.readout.kind)
         follows = False
         for window in windows:
@@ -125,7 +125,7 @@ class _StreamRun:
             )
             follows = self.sharing == "full"  # "off" and "mlp" leave no path behind
             results = _WindowResults(window, self.readout, lengths)
-            while (step := scheduler.plan(self.budget.rows)) is not None:  # the budget falls when memory runs out
+            while (step := scheduler.plan(self.budget.rows)) is not None:  # the budget shrinks when memory runs out
                 scheduler.commit(step)
                 message = self.worker.prepare(step.message)
                 self.engine.meter.add(seconds={"plan": time.perf_counter() - started_at})
@@ -133,7 +133,7 @@ class _StreamRun:
                 started_at = time.perf_counter()
 
     def begin(self, step: _PreparedStep) -> Iterator[_StartedStep]:
-        """Starts a step and yields it. If memory is too small for the step, starts its halves one after the other."""
+        """Start a step and yield it. If memory is too small, start its halves one after the other."""
         pending = [(step.plan, step.message)]
         while pending:
             plan, message = pending.pop()
@@ -151,7 +151,7 @@ class _StreamRun:
             return self.budget.start(self.worker, plan.message, plan.stop - plan.start, message)
 
     def finish(self, step: _StartedStep) -> Iterator[tuple[bytes, Result]]:
-        """Waits for a step, counts it, and yields the results that it completes."""
+        """Wait for a step, count it, and yield the results that it completes."""
         result, plan, message = step.ticket.result(), step.plan, step.plan.message
         for take in self._take_result:
             take(result)
@@ -168,9 +168,9 @@ class _StreamRun:
 
 
 class _WindowResults:
-    """A _WindowResults gathers the numbers read of a window; the targets of one request may be read in several steps.
+    """Collects the values of a window; the targets of one request may be read in several steps.
 
-    lengths  int64 [B]: tokens of each prompt, as the user sees them; 0 for a second read of the same prompt
+    `lengths` int64 [B] are the tokens of each prompt, 0 for a twin.
     """
 
     def __init__(self, window: Window, readout: Readout, lengths: np.ndarray):
@@ -181,7 +181,7 @@ class _WindowResults:
         self._greedy = np.empty(len(window.targets), bool)
 
     def take(self, step: PlannedStep, result: StepResult) -> Iterator[tuple[bytes, Result]]:
-        """Takes the numbers of a step, and yields (tag, result) of the requests that end with it."""
+        """Store the values of a step, and yield (tag, result) of the requests that end with it."""
         window = self.window
         if not self._pairs:
             values = result.values[step.request_reads]
@@ -196,7 +196,7 @@ class _WindowResults:
 
 
 def unique_tokens(window: Window) -> int:
-    """Returns how many rows this window adds to the stream with sharing "full", whatever sharing it runs with."""
+    """Return how many rows this window adds to a stream with sharing "full", whatever sharing it runs with."""
     if window.is_sorted:
         return window.unique_tokens
     order = lexsort_sequences(window.tokens, window.offsets)
@@ -204,12 +204,12 @@ def unique_tokens(window: Window) -> int:
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yields the items of an iterator; a thread makes the next item while the consumer works on the last one.
+    """Yield the items of an iterator, while a thread computes the next item in advance.
 
-    The two sides meet at queues written in C. If Ctrl-C fell within a lock of the `threading` module, another error
-    would take its place, or the lock would stay closed.
+    The two sides use queues written in C. With locks of the `threading` module, Ctrl-C inside a lock could raise a
+    different error, or leave the lock held.
     """
-    orders: SimpleQueue[bool] = SimpleQueue()  # True: make the next item; False: end
+    orders: SimpleQueue[bool] = SimpleQueue()  # True: compute the next item; False: end
     outcomes: SimpleQueue[tuple[T | None, BaseException | None] | None] = SimpleQueue()  # None: the thread has ended
 
     def make() -> None:
@@ -234,6 +234,6 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
     finally:
         orders.put(False)
-        # Wait for the thread's end, so that it plans no further step of a run that is over.
+        # Wait for the thread's end, so that it plans no further step of a run that has ended.
         while thread is not None and outcomes.get() is not None:
             pass

@@ -1,4 +1,4 @@
-"""The thread of an engine: it calls functions for other threads, and then lets the engine work."""
+"""The thread of an engine: runs functions for other threads, and then lets the engine work."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from ..errors import ForkedError, PrefoldError
 
 T = TypeVar("T")
 
-# The thread waits this long after an error outside of a step, before it tries again.
+# Pause after an error outside of a step, in seconds.
 FAILED_SECONDS = 0.1
 CLOSED = "the engine was closed"
-# `close` waits at most this long for the step that is being made.
+# Limit on the time that `close` waits for the current step.
 CLOSING_SECONDS = 10.0
 
 
 class EngineThread:
-    """An EngineThread calls functions for other threads, and lets its engine work after them. It begins with the first
-    function. It ends with `close`, or when the engine is collected: it holds only a weak reference."""
+    """Runs functions for other threads, and lets its engine work after them.
+
+    The thread starts with the first function. It ends with `close`, or when the engine is garbage-collected, because it
+    holds only a weak reference.
+    """
 
     def __init__(self, engine: Any):
-        """engine: has `work()`, which makes steps until no request is open, and `end_all(error)`, which answers all."""
+        """Prepare the thread. `engine` has `work()`, which makes steps while requests are open, and `end_all`."""
         self.is_closed = False
         self._engine = weakref.ref(engine)
         self._inbox: SimpleQueue[_PostedCall | None] = SimpleQueue()  # functions to call; None only wakes the thread
@@ -38,7 +41,7 @@ class EngineThread:
         self._lock = threading.Lock()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Calls a function in the thread, and returns what it returns, or raises its error."""
+        """Run a function in the thread. Return its result, or raise its error."""
         if self.is_closed or self.is_current:
             return function()
         call = _PostedCall(function)
@@ -47,18 +50,18 @@ class EngineThread:
         return result
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Queues a function for the thread, and returns at once."""
+        """Queue a function for the thread, and return at once."""
         if self.is_closed:
             function(*arguments)
         else:
             self._send(_PostedCall(partial(function, *arguments)))
 
     def wake(self) -> None:
-        """Makes the engine look for work."""
+        """Make the engine look for work."""
         self._send(None)
 
     def close(self) -> None:
-        """Ends the thread, after the step that is being made."""
+        """End the thread after the current step."""
         self.is_closed = True
         self._inbox.put(None)
         if self._thread is not None and not self.is_current:
@@ -66,17 +69,16 @@ class EngineThread:
 
     @property
     def is_current(self) -> bool:
-        """Returns whether the caller runs in this thread."""
+        """True if the caller runs in this thread."""
         return threading.current_thread() is self._thread
 
     def take_in(self, seconds: float = 0.0) -> None:
-        """Calls the queued functions; with an empty queue it waits at most `seconds`. Only the thread itself calls
-        it."""
+        """Run the queued functions; if there are none, wait at most `seconds` for one. Only this thread may call it."""
         if seconds:
             with suppress(Empty):
                 if (call := self._inbox.get(timeout=seconds)) is not None:
                     call.call()
-        while not self._inbox.empty():  # no other thread takes from it
+        while not self._inbox.empty():  # no other thread reads this queue
             if (call := self._inbox.get()) is not None:
                 call.call()
 
@@ -90,8 +92,7 @@ class EngineThread:
             threading.Thread(target=self._run, name="prefold-engine", daemon=True).start()
 
     def _enter(self) -> bool:
-        """Returns whether the caller is the engine's only thread: two may begin when an interrupt falls into
-        `_send`."""
+        """Return True if the caller is the engine's only thread. Two may start if an interrupt hits `_send`."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.current_thread()
@@ -118,25 +119,25 @@ class EngineThread:
                 call.call()
             try:
                 engine.work()
-            except BaseException as error:  # if the thread ended here, every request would wait for ever
+            except BaseException as error:  # if the thread ended here, all requests would wait forever
                 engine.end_all(error if isinstance(error, Exception) else PrefoldError(f"a step raised {error!r}"))
                 time.sleep(FAILED_SECONDS)
-                self.wake()  # batches that run go on
+                self.wake()  # so that running batches continue
             del engine, call
         if (engine := self._engine()) is not None:
             engine.end_all(PrefoldError(CLOSED))
         self._end_queued()
 
     def _end_queued(self) -> None:
-        """Answers the queued calls with an error, after the thread has ended."""
+        """Answer the queued calls with an error, after the thread has ended."""
         with suppress(Empty):
             while True:
                 if (call := self._inbox.get(block=False)) is not None:
                     call.end(PrefoldError(CLOSED))
 
 
-# The EngineThreads that run. An engine whose last reference goes while its thread works is freed in that thread, and a
-# thread that frees memory of NumPy while the interpreter ends crashes the process: so the interpreter waits for it.
+# The running EngineThreads. If the last reference to an engine disappears while its thread works, the engine is freed
+# in that thread. A thread that frees NumPy memory during the interpreter's exit crashes the process, so the exit waits.
 _RUNNING: set[EngineThread] = set()
 
 
@@ -147,7 +148,7 @@ def _close_all() -> None:
 
 
 class _PostedCall:
-    """A _PostedCall is a function that another thread queued, and later its result or its error."""
+    """A function queued by another thread, and later its result or error."""
 
     def __init__(self, function: Callable[[], Any]):
         self._function = function

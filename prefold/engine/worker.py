@@ -1,19 +1,19 @@
 """The worker protocol, without torch. A test double needs only `start`.
 
-    ticket = worker.start(message)      gives the step to the device; on a CPU it has been computed when this returns
-    ticket.result()                     waits for it: NumPy arrays
+    ticket = worker.start(message)      start the step on the device; a CPU has computed it when this returns
+    ticket.result()                     wait for the step and return NumPy arrays
 
-Of each stream, and of what runs in slots, at most `Facts.depth` steps are in flight: a step is started when no more
-than depth - 1 tickets before it have not been asked for their results, and results are asked for in the order of the
-steps. `start` may be called from any thread; steps are begun one at a time.
+At most `Facts.depth` steps are in flight, counted separately for each stream and for the slots. So before a step
+starts, at most depth - 1 earlier results are outstanding. Results are requested in the order of the steps. Any thread
+may call `start`; steps start one at a time.
 
-What a worker keeps between steps it keeps by the numbers in the messages: the path of each stream
-(`StreamStep.stream`, until `forget`), and the KV store that `MakeStore` made (rows of a `SlotStep` lie there until
-other rows are written over them). A `SlotStep` may name tokens of the step before that are still on the device, as
--1 - i: where the depth is 2, the host plans with tokens that it does not know yet.
+A worker keeps state between steps under the numbers in messages: the path of each stream (`StreamStep.stream`, until
+`forget`), and the KV store that `MakeStore` created. Rows of a `SlotStep` stay in their slots until other rows
+overwrite them. A `SlotStep` may refer to token i of the previous step as -1 - i while it is still on the device. So
+with a depth of 2, the host plans with tokens that it has not seen yet.
 
-A step for which memory is too small changes nothing: `start` raises OutOfMemoryError, and the host gives it again in
-parts.
+If memory is too small for a step, nothing changes: `start` raises OutOfMemoryError, and the host sends the step again
+in parts.
 """
 
 from __future__ import annotations
@@ -29,47 +29,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts are what the host knows of a worker, and decides by.
+    """Facts about a worker by which the host plans."""
 
-    depth          steps of a stream that may be in flight; 1: a step is over when it has been started
-    slot_depth     SlotSteps that may be in flight; 1: every token of a SlotStep has to be known
-    max_rows       rows of a step that the device affords, where nobody says how many there may be
-    max_positions  tokens of the model's context
-    vocab_size     of the model
-    has_logits     whether the model has an LM head
-    adapters       names of the LoRA adapters; in messages they are numbers, in this order
-    slot_bytes     bytes of one slot's K/V, in all planes and on all ranks
-    span_rows      the most rows that see each other both ways, and are computed in one step; 0: there are none
-    features       what is known of the parts that features have there, an object each: see `of`
-    """
-
-    depth: int = 1
-    slot_depth: int = 1
-    max_rows: int = 4096
-    max_positions: int = 1 << 30
+    depth: int = 1  # steps of a stream that may be in flight; 1: `start` returns after the step
+    slot_depth: int = 1  # SlotSteps that may be in flight; 1: every token of a SlotStep must be known
+    max_rows: int = 4096  # default for `max_batch_rows`
+    max_positions: int = 1 << 30  # tokens of the model's context
     vocab_size: int = 1 << 30
-    has_logits: bool = True
-    adapters: tuple[str, ...] = ()
-    slot_bytes: int = 1
-    span_rows: int = 0
-    features: tuple[object, ...] = ()
+    has_logits: bool = True  # the model has an LM head
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters; messages contain their places in this list
+    slot_bytes: int = 1  # bytes of one slot's K/V, in all planes and on all ranks
+    span_rows: int = 0  # the most rows of a span, which must be computed in one step; 0: no spans
+    features: tuple[object, ...] = ()  # facts about the parts of features, one object each (see `of`)
 
     def of(self, kind: type[T]) -> T | None:
-        """Returns the facts of one feature; None where the worker has no such part."""
+        """Return the facts of one feature; None if the worker has no such part."""
         return next((facts for facts in self.features if isinstance(facts, kind)), None)
 
 
 class Ticket(Protocol):
-    """A ticket stands for a step that was started."""
+    """The ticket of a step that was started."""
 
     def result(self) -> Any:
-        """Returns what the step gave, once it is there: a StepResult, a SlotResult, or None for the other messages."""
+        """Wait for the step. Return a StepResult, a SlotResult, or None for other messages."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class CompletedTicket:
-    """A CompletedTicket is the ticket of a message whose result is there, None where it gives nothing to the host."""
+    """The ticket of a message that is finished already; the value is None for messages without a result."""
 
     value: Any = None
 
@@ -81,35 +69,36 @@ DONE = CompletedTicket()
 
 
 class Worker(ABC):
-    """A worker computes steps. Only `start` has to be there."""
+    """Computes steps. A subclass must define only `start`."""
 
     facts: Facts = Facts()
 
     @abstractmethod
     def start(self, message: Message, prepared: Any = None) -> Ticket:
-        """Begins a step and returns its ticket.
+        """Start a step and return its ticket.
 
-        prepared  what `prepare` returned for it, where it was called
-
-        Raises OutOfMemoryError where memory is too small for the step, RankError when a rank has failed.
+        `prepared` is the result of `prepare` for this message, if it was called. Raise OutOfMemoryError if memory is
+        too small for the step, and RankError if a rank has failed.
         """
 
     def prepare(self, message: Message) -> Any:
-        """Returns what `start` can do ahead, in any thread, while another step runs: for instance its tensors."""
+        """Do the part of `start` that can be done in advance, such as creating tensors, in any thread."""
         return None
 
     def kv_slots(self, kv_memory: int | None, slot_bytes: int) -> int:
-        """Returns how many slots of this size there is memory for, beside one that is never read. kv_memory: bytes that
-        they may take; None: what the device affords. Raises InputError where that is more than is free."""
+        """Return how many slots of this size fit in memory, besides one slot that is never read.
+
+        `kv_memory` is the limit in bytes; None: the worker chooses it. Raise InputError if the limit is larger
+        than the free memory.
+        """
         return max(1, (kv_memory or 1 << 20) // slot_bytes - 1)
 
     def forget(self, stream: int) -> None:  # noqa: B027
-        """Lets go of a stream of which no step follows. It may be called at any time, while a step is being started
-        too."""
+        """Drop the path of a finished stream. Callable at any time, even while a step is being started."""
 
     def compile_seconds(self) -> float:
-        """Returns the seconds spent on compiling kernels since this was asked last."""
+        """Return the seconds spent on compiling kernels since the last call."""
         return 0.0
 
     def close(self) -> None:  # noqa: B027
-        """Ends what runs beside this process. No step can be started afterwards."""
+        """End the worker's other processes. No step can start afterwards."""

@@ -1,5 +1,5 @@
-"""Features that most users never meet, each in a package whose module `attach` enters it in the tables of the core.
+"""Features that most users never meet. Each is a package with a module `attach` that registers it in the core's tables.
 
-The core names no feature; `prefold.spec.plugins` imports all of them. A feature may import from any folder but `serve`
-and `cli`.
+The core names no feature; `prefold.spec.plugins` imports them all. A feature may import from every folder except
+`serve` and `cli`.
 """

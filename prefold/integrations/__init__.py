@@ -1,1 +1,1 @@
-"""Runs prefold inside other programs. Each module needs that program, and an extra of its name."""
+"""prefold inside other programs. Each module needs its program, and usually an extra of the same name."""

@@ -1,14 +1,14 @@
-"""The provider "prefold" of Daft's AI functions, and `generate`, which gives errors back row by row.
+"""The provider "prefold" for Daft's AI functions, and `generate`, which returns errors row by row.
 
     import daft, prefold.integrations.daft
     from daft.functions import prompt
 
     df.with_column("answer", prompt(df["question"], provider="prefold", model="smollm2-135m", max_tokens=64))
 
-The import attaches the provider to Daft's session. Rows of all partitions of a process run together, on one model; on
-Ray the rows of all processes run on `replicas` of the model (1), behind a named actor. `prompt`, `embed_text` and
-`classify_text` take the options of `LLM` and of the task. With `on_error` "raise" an error is raised; with "log" and
-"ignore" it becomes a null. A null in the input is a null in the output.
+The import attaches the provider to Daft's session. Rows of all partitions of a process run together, on one model. On
+Ray the rows of all processes run on `replicas` of the model (default: 1), behind a named actor. `prompt`, `embed_text`
+and `classify_text` accept the options of `LLM` and of the task. With `on_error` "raise" an error is raised; with "log"
+and "ignore" it becomes a null. A null in the input gives a null in the output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ try:
     from daft.ai.provider import Provider
     from daft.ai.typing import EmbeddingDimensions, UDFOptions
 except ImportError:
-    raise MissingExtraError("daft", "daft", "the provider of Daft") from None
+    raise MissingExtraError("daft", "daft", "the provider for Daft") from None
 
 __all__ = ["PrefoldProvider", "generate", "stats"]
 
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class PrefoldProvider(Provider):
-    """A PrefoldProvider computes Daft's AI functions with prefold. options: those of `LLM`, for all of its models"""
+    """The provider of Daft's AI functions that run on prefold. options: options of `LLM` for all of its models"""
 
     def __init__(self, **options: Any):
         self.options = options
@@ -54,7 +54,7 @@ class PrefoldProvider(Provider):
     def get_prompter(
         self, model: str | None = None, return_format: Any = None, system_message: str | None = None, **options: Any
     ) -> PrompterDescriptor:
-        """Returns the descriptor of `prompt`. return_format: a Pydantic model, whose JSON schema answers follow"""
+        """Return the descriptor of `prompt`. return_format: a Pydantic model; answers follow its JSON schema"""
         if system_message is not None:
             options["system"] = system_message
         return _PrompterDescriptor(_FunctionCall.of("generate", model, {**self.options, **options}), return_format)
@@ -62,19 +62,19 @@ class PrefoldProvider(Provider):
     def get_text_embedder(
         self, model: str | None = None, dimensions: int | None = None, **options: Any
     ) -> TextEmbedderDescriptor:
-        """Returns the descriptor of `embed_text`."""
+        """Return the descriptor of `embed_text`."""
         if dimensions is not None:
             options["dimensions"] = dimensions
         return _EmbedderDescriptor(_FunctionCall.of("embed", model, {**self.options, **options}))
 
     def get_text_classifier(self, model: str | None = None, **options: Any) -> TextClassifierDescriptor:
-        """Returns the descriptor of `classify_text`."""
+        """Return the descriptor of `classify_text`."""
         return _ClassifierDescriptor(_FunctionCall.of("classify", model, {**self.options, **options}))
 
 
 @dataclass(frozen=True)
 class _FunctionCall:
-    """A _FunctionCall is a task of a model, which the driver describes and workers run."""
+    """A task on a model, which the driver describes and workers run."""
 
     task: str
     model: str
@@ -84,17 +84,17 @@ class _FunctionCall:
     on_ray: bool = False
     batch_size: int | None = None
     replicas: int = 1
-    owner: Any = field(default=None, compare=False, repr=False)  # keeps the actor, in the driver
+    owner: Any = field(default=None, compare=False, repr=False)  # keeps the actor alive, in the driver
 
     @classmethod
     def of(cls, task: str, model: str | None, options: Mapping[str, Any]) -> _FunctionCall:
-        """Returns the call for a function's options. On Ray the driver makes the actor here, and owns it."""
+        """Return the call for a function's options. On Ray, the driver makes the actor here and owns it."""
         options = dict(options)
         udf = {name: options.pop(name) for name in _UDF_OPTIONS if name in options}
         for name in ("concurrency", "num_gpus"):
             if udf.get(name) is not None:
-                message = f"{name} is {udf[name]!r}, and all rows of a process run together, on one model"
-                remedy = "leave it out; `replicas` makes more models on Ray, `device` says where one is"
+                message = f"{name} is {udf[name]!r}, but all rows of a process run together, on one model"
+                remedy = "leave it out; `replicas` makes more models on Ray, `device` chooses the device"
                 raise InputError(message, field=name, remedy=remedy)
         on_error = udf.get("on_error", "raise")
         if on_error not in _ON_ERROR:
@@ -115,17 +115,17 @@ class _FunctionCall:
         return {**self.__dict__, "owner": None}
 
     def client(self) -> Any:
-        """Returns the model: of this process, or of the cluster."""
+        """Return the model of this process, or the cluster's."""
         if self.on_ray:
             return RayModel.of(self.model, self.llm, self.replicas)
         return SharedModel.of(self.model, self.llm)
 
     def udf_options(self) -> UDFOptions:
-        """Returns options that leave errors to prefold: Daft would repeat, or set to null, all rows of a batch."""
+        """Return options that leave error handling to prefold. Daft would retry or null all rows of a batch."""
         return UDFOptions(max_retries=0, on_error="raise", batch_size=self.batch_size)
 
     def value(self, answer: Any) -> Any:
-        """Returns an answer, or None in place of an error. Raises the error with on_error "raise"."""
+        """Return an answer, or None for an error. With on_error="raise", raise the error."""
         if not isinstance(answer, InputError):
             return answer
         if self.on_error == "raise":
@@ -136,7 +136,7 @@ class _FunctionCall:
         return None
 
 
-_failed: dict[str, int] = {}  # rows without a result in this process, by task
+_failed: dict[str, int] = {}  # number of rows without a result in this process, by task
 
 
 class _Descriptor:
@@ -165,8 +165,10 @@ class _PrompterDescriptor(_Descriptor, PrompterDescriptor):
 
 
 class _ListDimensions(EmbeddingDimensions):
-    """A _ListDimensions makes embeddings lists: PyArrow before 26, which Daft 0.7 needs, cannot read Parquet of Daft's
-    own embedding type with nulls."""
+    """Dimensions of embeddings as lists.
+
+    PyArrow before 26, which Daft 0.7 needs, cannot read Parquet files with Daft's own embedding type and nulls.
+    """
 
     def as_dtype(self) -> DataType:
         return DataType.list(self.dtype)
@@ -204,7 +206,7 @@ class _Runner:
 
 
 class _Prompter(_Runner):
-    """A _Prompter answers one row a call; concurrent calls run together."""
+    """Answers one row per call. Concurrent calls run together."""
 
     def __init__(self, call: _FunctionCall, return_format: Any):
         super().__init__(call)
@@ -223,7 +225,9 @@ class _Prompter(_Runner):
                 return self._format.model_validate_json(answer.choices[0].text)
             except ValueError as error:
                 remedy = "give a larger max_tokens"
-                answer = InputError(f"the answer is not of the format: {error!s:.200}", field="prompt", remedy=remedy)
+                answer = InputError(
+                    f"the answer does not fit the format: {error!s:.200}", field="prompt", remedy=remedy
+                )
         result = self._call.value(answer)
         return None if result is None else result.choices[0].text
 
@@ -245,13 +249,13 @@ class _Classifier(_Runner):
 
 
 def _items(texts: list[str]) -> tuple[list[Any], list[int]]:
-    """Returns (the items of the texts that are not null, their places)."""
+    """Return (the items of the texts that are not null, their indices)."""
     places = [i for i, text in enumerate(texts) if text is not None]
     return [{"text": texts[i]} for i in places], places
 
 
 def _in_place(call: _FunctionCall, count: int, places: list[int], answers: list[Any]) -> list[Any]:
-    """Returns a result for each of `count` texts: None for a null, and for an error."""
+    """Return a result for each of `count` texts: None for a null or an error."""
     out: list[Any] = [None] * count
     for i, answer in zip(places, answers, strict=True):
         out[i] = call.value(answer)
@@ -259,8 +263,11 @@ def _in_place(call: _FunctionCall, count: int, places: list[int], answers: list[
 
 
 def _item(messages: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the item of a row's messages: texts become parts of one user message; a list of messages stays as it is.
-    Other values become parts that the task refuses by their type. Raises InputError for empty texts."""
+    """Return the item of a row's messages. Raise InputError for empty texts.
+
+    Texts become parts of one user message. A list of messages is used as it is. Other values become parts that the task
+    refuses by their type.
+    """
     if len(messages) == 1 and isinstance(messages[0], (list, tuple)):
         return {"messages": without_filler(messages[0])}
     if all(isinstance(message, str) for message in messages):
@@ -280,11 +287,22 @@ _STRUCT = {
 
 
 def generate(prompt: Any, *, model: str = DEFAULT_MODEL, chat: bool = True, **options: Any) -> Any:
-    """Returns an expression of a struct for each row: text, finish_reason, counts of tokens, and `error`.
+    """Return an expression with a struct per row: text, finish_reason, token counts, and `error`.
 
-    prompt   an expression of texts, or of lists of messages
-    chat     whether a text is put into the model's chat template, as a user's message
-    options  those of `LLM`, and of the task "generate"
+    Args:
+        prompt: an expression of texts, or of lists of messages
+        model: as for `LLM`: hub id, folder, .gguf file or built-in name
+        chat: put a text into the model's chat template, as a user message
+        options: options of `LLM` and of the task "generate"
+
+    Returns:
+        A Daft expression. A row with an error has only `error`; a row without one has a null there.
+
+    Raises:
+        InputError: for `concurrency` or `num_gpus`, for `replicas` without Ray, or for a cache with approximate results
+
+    Example:
+        df.with_column("answer", generate(df["question"], max_tokens=64))
     """
     call = _FunctionCall.of("generate", model, {**options, "on_error": "ignore"})
     return daft.cls(_Generate, max_retries=0)(call, chat).answer(prompt)
@@ -310,7 +328,7 @@ class _Generate(_Runner):
 
 
 def stats(model: str = DEFAULT_MODEL, **options: Any) -> dict[str, Any]:
-    """Returns the counters of a model with these options of `LLM`, and the number of this process's failed rows."""
+    """Return the counters of a model with these options of `LLM`, and the numbers of failed rows of this process."""
     return _FunctionCall.of("generate", model, options).client().stats() | {"failed": dict(_failed)}
 
 

@@ -1,4 +1,4 @@
-"""SQL functions of DuckDB that ask a model.
+"""DuckDB SQL functions that ask a model.
 
     import duckdb
     from prefold import LLM
@@ -10,16 +10,17 @@
 
 | function | result |
 |---|---|
-| prefold_yes(state, question) | DOUBLE: the probability of yes |
+| prefold_yes(state, question) | DOUBLE: the probability of "yes" |
 | prefold_decide(state, question) | STRUCT(value, p, confidence, probabilities MAP(VARCHAR, DOUBLE), error) |
 | prefold_classify(text, labels VARCHAR[]) | STRUCT(label, p, probabilities MAP(VARCHAR, DOUBLE), error) |
-| prefold_embed(text) | FLOAT[n], an array of the length of the model's vectors |
-| prefold_rerank(query, document) | DOUBLE: how well the document answers the query |
+| prefold_embed(text) | FLOAT[n]: the embedding, n is its length |
+| prefold_rerank(query, document) | DOUBLE: the document's score for the query |
 | prefold_score(prompt, continuation) | DOUBLE: the log-probability of the continuation |
 | prefold_generate(prompt) | VARCHAR |
 
-A question is a yes/no question, or a question as JSON: {"type": "choice", "criteria": {...}}. DuckDB calls a function
-with up to 2,048 rows at a time. These run together and share what they begin with. A NULL argument gives NULL.
+A question is a yes/no question as text, or any question as JSON: {"type": "choice", "criteria": {...}}. DuckDB calls a
+function with up to 2,048 rows at a time. These rows run together and share their common prefixes. A NULL argument gives
+NULL.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-Row = tuple[Any, ...]  # the arguments of a call of a function
-Compute = Callable[[Sequence[Row]], Sequence[object]]  # a value or an InputError for each row
+Row = tuple[Any, ...]  # the arguments of a function for one row
+Compute = Callable[[Sequence[Row]], Sequence[object]]  # returns a value or an InputError for each row
 Asked = DecisionAnswer | InputError
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -58,19 +59,19 @@ def register(
     chat: bool | None = None,
     **options: Mapping[str, object],
 ) -> None:
-    """Add SQL functions that ask a model to a connection. Its cursors have them too.
+    """Add SQL functions that ask a model to a connection and its cursors.
 
     Args:
-        con: A connection of DuckDB.
+        con: A DuckDB connection.
         llm: The model. Any number of connections and threads may share it.
-        prefix: The beginning of the functions' names.
-        errors: "raise": a bad row fails the query. "return": it gives NULL with a Python warning, or of structs the
-            field `error`.
-        chat: Whether prefold_generate puts a prompt into the model's chat template (default: if there is one).
-        **options: Options of each task: decide={"first": "question"}, generate={"max_tokens": 60}.
+        prefix: Prefix of the functions' names.
+        errors: "raise": a bad row fails the query. "return": the row gets NULL and a Python warning; functions that
+            return a struct put the error into its field `error` instead.
+        chat: prefold_generate puts a prompt into the model's chat template (default: if the model has one).
+        **options: Options by task: decide={"first": "question"}, generate={"max_tokens": 60}.
 
     Raises:
-        InputError: An option is unknown, or a function of this name exists.
+        InputError: An option is unknown, or the connection already has a function with one of these names.
         MissingExtraError: pyarrow is not installed.
 
     Example:
@@ -84,12 +85,12 @@ def register(
         raise InputError(f"there is no option {task!r}", field=task, remedy=remedy, code="unknown_option")
     of = {task: {**options.get(task, {})} for task in TASKS}
     for task, settings in of.items():
-        options_of(task, settings)  # which checks them
+        options_of(task, settings)  # raises InputError for a bad option
     if chat is None:
         chat = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
     asked = _Functions(llm, of, chat)
     size = of["embed"].get("dimensions") or llm.config.hidden
-    draws = bool(of["generate"].get("temperature"))  # then two calls differ
+    draws = bool(of["generate"].get("temperature"))  # random results: DuckDB must not merge equal calls
     text = "VARCHAR"
     _add(con, f"{prefix}yes", [text, text], "DOUBLE", asked.yes, errors)
     decided = f"STRUCT(value VARCHAR, p DOUBLE, confidence DOUBLE, probabilities {_MAP}, error VARCHAR)"
@@ -112,7 +113,7 @@ def _add(
     *,
     draws: bool = False,
 ) -> None:
-    """Add a function to a connection. draws: whether it has another result each time"""
+    """Add a function to a connection. draws: its results are random"""
     try:
         import pyarrow as pa
     except ImportError:
@@ -141,7 +142,7 @@ def _add(
         return pa.array(values, kind)
 
     try:
-        # DuckDB counts parameters and evaluates annotations, so it gets functions that have as many and none.
+        # DuckDB counts parameters and evaluates annotations. So it gets a lambda with the right number and none.
         plain: Any = (lambda a: function([a])) if len(parameters) == 1 else (lambda a, b: function([a, b]))
         settings: Any = {"type": "arrow", "null_handling": "special", "side_effects": draws}
         con.create_function(name, plain, [*parameters], returns, **settings)
@@ -153,7 +154,7 @@ def _add(
 
 
 def _arrow_type(returns: str) -> pa.DataType:
-    """Return the Arrow type of the result of a function."""
+    """Return the Arrow type of a function's result."""
     import pyarrow as pa
 
     if returns.startswith("FLOAT["):
@@ -187,7 +188,7 @@ class _Functions:
         return [answer if isinstance(answer, InputError) else _decided(answer) for answer in self._decisions(rows)]
 
     def _decisions(self, rows: Sequence[Row]) -> list[Asked]:
-        """Return the DecisionAnswer of each row, or its InputError."""
+        """Return a DecisionAnswer or an InputError for each row."""
 
         def ask(question: str, states: list[str]) -> list[Asked]:
             decisions = self._llm.decide(
@@ -244,8 +245,10 @@ def _grouped(
     value: Callable[[Row], str],
     ask: Callable[[K, list[str]], Sequence[T | InputError]],
 ) -> list[T | InputError]:
-    """Return what `ask(key, values)` returns for the values of the rows of each key, in the order of the rows. An
-    InputError that it raises is the error of each of these rows."""
+    """Call `ask(key, values)` once per key of the rows, and return the results in the order of the rows.
+
+    If `ask` raises an InputError, it is the result of all rows with the key.
+    """
     places: dict[K, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(key(row), []).append(i)

@@ -1,16 +1,16 @@
-"""Adds the model "prefold" to EleutherAI's lm-evaluation-harness.
+"""Add the model "prefold" to EleutherAI's lm-evaluation-harness.
 
     python -m prefold.integrations.lm_eval --model prefold --model_args pretrained=smollm2-135m --tasks ...
 
-is the command `lm_eval` with one more model: the harness finds models in a list of its own and has no hook for
-others, so the module that adds one must be imported first. In Python that import is all:
+This is the command `lm_eval` with one more model. The harness has a fixed list of models and no hook for others, so the
+module that adds a model must be imported first. In Python the import is enough:
 
     import prefold.integrations.lm_eval
     lm_eval.simple_evaluate(model="prefold", model_args={"pretrained": "smollm2-135m"}, tasks=["..."])
 
-As with the harness's own model, `--device` names a device and a GPU that is not there is replaced by the CPU.
+`--device` names a device as for the harness's own model. A missing GPU is replaced by the CPU.
 
-Texts become token ids, are cut and are scored as the harness's own "hf" model does it, so the scores are the same.
+Encoding, truncation and scoring follow the harness's own model "hf", so the scores are equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..tasks import ScoreItem
 from ..tasks.score import leading_ids
 
 try:
-    import lm_eval.models  # noqa: F401  (it fills the list of models, which the harness does only while that is empty)
+    import lm_eval.models  # noqa: F401  (fills the list of models, which the harness does only while it is empty)
     from lm_eval.api.model import LM
     from lm_eval.api.registry import model_registry
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -45,26 +45,33 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefoldLM", "main"]
 
-# {option of a task's generation_kwargs: its name in prefold}. The first apply only to requests that sample.
+# {option of a task's generation_kwargs: its name in prefold}. _SAMPLED apply only to requests that sample.
 _SAMPLED = {name: name for name in FILTERS}
 _ALWAYS = {name: name for name in (*PENALTIES, "seed")} | {"min_new_tokens": "min_tokens"}
 
 
 class PrefoldLM(LM):
-    """A PrefoldLM is a model of the harness that prefold computes.
+    """A model of lm-evaluation-harness that prefold computes.
 
-    pretrained           what `LLM` takes (hub id, folder, .gguf file, built-in name), or an LLM
-    max_length           tokens of context; None: the checkpoint's
-    max_gen_toks         tokens to generate for tasks that do not say
-    prefix_token_id      the token that stands for an empty context; None: BOS, else EOS
-    enable_thinking      passed to the chat template, unless None
-    think_end_token      text that ends a model's reasoning; the answer follows it
-    device               "auto", "cpu", "cuda", ...; a GPU that is missing is replaced by the CPU, because the harness
-                         names a GPU by default
-    options              further options of `LLM`: dtype, threads, revision, sharing, ...
+    `batch_size`, `max_batch_size` and `trust_remote_code` are ignored: prefold forms its own batches, and never runs a
+    checkpoint's code.
 
-    batch_size, max_batch_size and trust_remote_code are ignored: batches are not needed, and no code of a checkpoint is
-    ever run. Raises InputError without `pretrained`, and for an option that `LLM` does not have.
+    Args:
+        pretrained: as for `LLM`: hub id, folder, .gguf file or built-in name; or an LLM
+        max_length: tokens of context; None: the checkpoint's
+        max_gen_toks: tokens to generate for tasks without a limit
+        prefix_token_id: the token for an empty context; None: BOS, else EOS
+        enable_thinking: passed to the chat template, unless None
+        think_end_token: text that ends a model's reasoning; the answer follows it
+        device: "auto", "cpu", "cuda", ...; a missing GPU is replaced by the CPU, because the harness names a GPU by
+            default
+        options: further options of `LLM`: dtype, threads, revision, sharing, ...
+
+    Raises:
+        InputError: without `pretrained`, or for an option that `LLM` does not have
+
+    Example:
+        lm_eval.simple_evaluate(model=PrefoldLM("smollm2-135m"), tasks=["arc_easy"])
     """
 
     def __init__(
@@ -105,22 +112,22 @@ class PrefoldLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Returns the name under which the harness caches requests."""
+        """Return the name under which the harness caches requests."""
         return str(self.llm.checkpoint.name).replace("/", "__")
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Returns (log-probability, whether every token is the first choice) of each continuation after its context."""
+        """Return (log-probability, every token is the likeliest) of each continuation after its context."""
         items = [ScoreItem(prompt=context, continuation=text) for context, text in (r.args for r in requests)]
         return [(line["logprob"], line["greedy"]) for line in self.llm.run(self._score, items)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Returns the log-probability of each text; a leading BOS is scored like any other token."""
+        """Return the log-probability of each text. A leading BOS is scored like any other token."""
         texts = self._encode([request.args[0] for request in requests])
         lines = iter(self.llm.run(self._score, [ScoreItem(text=ids) for ids in texts if ids.size]))
         return [next(lines)["logprob"] if ids.size else 0.0 for ids in texts]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Returns the text after each context, up to the first of its stop texts."""
+        """Return the text after each context, up to its first stop string."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -143,7 +150,7 @@ class PrefoldLM(LM):
             )
         eos = None if self.eot_token_id is None else self._tokenizer.decode([self.eot_token_id])
         until = [text for text in handle_stop_sequences(options.pop("until"), eos=eos) if text]
-        # A special token gives no text when it is decoded, so it ends the output as an id.
+        # A special token decodes to an empty text, so it has to stop generation as an id.
         ids = (self._tokenizer.token_id(text) for text in until)
         outputs = self.llm.generate(
             [(ids if ids.size else self._prefix())[-room:] for ids in self._encode(contexts)],
@@ -161,14 +168,14 @@ class PrefoldLM(LM):
         return np.array([self.prefix_token_id], np.int32)
 
     def _encode(self, texts: Iterable[str]) -> list[np.ndarray]:
-        """Returns the token ids of texts, int32, with the tokenizer's leading special tokens, even of empty texts."""
+        """Return the token ids of texts, int32, with the tokenizer's leading special tokens, even for empty texts."""
         texts = list(texts)
         ids = self._tokenizer.encode_batch(texts, special=False)
         before = [leading_ids(self._tokenizer, text) if text else self._tokenizer.prefix_ids for text in texts]
         return [np.concatenate(pair) for pair in zip(before, ids, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns the text of a conversation; without its system messages if the template refuses them."""
+        """Return the text of a conversation, without its system messages if the template refuses them."""
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         options |= self._template_options
         try:
@@ -180,7 +187,7 @@ class PrefoldLM(LM):
             return self._tokenizer.render_chat(conversation, **options)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Returns the chat template, for the harness's record of a run."""
+        """Return the chat template, for the harness's record of a run."""
         templates = self._tokenizer.chat_templates.templates
         if not chat_template or not templates:
             return None
@@ -188,7 +195,7 @@ class PrefoldLM(LM):
         return template or templates.get("default") or next(iter(templates.values()))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns facts about the model, for the harness's record of a run."""
+        """Return facts about the model, for the harness's record of a run."""
         from .. import __version__
 
         return {
@@ -199,7 +206,7 @@ class PrefoldLM(LM):
 
 
 def device_or_cpu(name: str | None) -> str:
-    """Returns the name of the device to load on. A missing GPU is replaced by "cpu", with a line on standard error."""
+    """Return the device to load on. A missing GPU is replaced by "cpu", with a line on standard error."""
     if name is None:
         return "auto"
     if (reason := _missing(str(name))) is None:
@@ -209,7 +216,7 @@ def device_or_cpu(name: str | None) -> str:
 
 
 def _missing(name: str) -> str | None:
-    """Return why a GPU of this name is not here, to be put behind a sentence; None: there is no such reason."""
+    """Return why a GPU is missing, as a suffix for a message, or None if the device is not a missing GPU."""
     kind = name.partition(":")[0]
     if kind != "cuda":
         return "" if kind in ("mps", "npu", "xpu") else None
@@ -221,7 +228,7 @@ def _missing(name: str) -> str | None:
 
 
 def _check_options(pretrained: object, options: Mapping[str, object]) -> None:
-    """Raises InputError if the model is not named, or an option is not one of LLM's."""
+    """Raise InputError if the model is not named, or if an option is not one of LLM's."""
     if pretrained is None:
         remedy = "add --model_args pretrained=NAME (a hub id, a folder, a .gguf file, or a built-in name)"
         raise InputError("the model is not named", field="pretrained", remedy=remedy, code="missing_option")
@@ -230,8 +237,10 @@ def _check_options(pretrained: object, options: Mapping[str, object]) -> None:
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns options of `LLM.generate` for a task's generation_kwargs without lengths and stops. Raises InputError for
-    unknown ones."""
+    """Return options of `LLM.generate` for a task's generation_kwargs without lengths and stops.
+
+    Raise InputError for unknown ones.
+    """
     sampled = options.pop("do_sample")
     if options.get("num_beams") == 1:
         del options["num_beams"]
@@ -247,7 +256,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the harness's own command line. An error of prefold is one line and exit status 1."""
+    """Run the harness's command line. A prefold error prints one line and exits with status 1."""
     from lm_eval.__main__ import cli_evaluate
 
     try:
@@ -256,7 +265,7 @@ def main() -> None:
         sys.exit(f"prefold: {error}")
 
 
-# The class is named by its path, because `python -m` runs this file under another name than that of the module.
+# Registered by path, because `python -m` runs this file under the module name `__main__`.
 model_registry.register("prefold", target="prefold.integrations.lm_eval:PrefoldLM")
 
 if __name__ == "__main__":

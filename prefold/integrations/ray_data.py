@@ -1,4 +1,4 @@
-"""A class for `map_batches` of Ray Data.
+"""A class for Ray Data's `map_batches`.
 
     import ray
     from prefold.integrations.ray_data import PrefoldBatches
@@ -10,8 +10,8 @@
         batch_size=64,
     )
 
-Batches that an actor works on at the same time run together. The result has the columns of the input, the results, and
-a column `error`: null, or why a row has no result.
+Batches that an actor processes at the same time run together. The result has the columns of the input, the columns of
+the results, and a column `error`: null, or why a row has no result.
 """
 
 from __future__ import annotations
@@ -33,22 +33,28 @@ from .shared import SharedModel, split_options
 __all__ = ["PrefoldBatches"]
 
 TASKS = ("generate", "embed", "classify", "decide", "score")
-# Tables often have a column `text` of their own.
+# Tables often have their own column `text`.
 _RENAMED = {"text": "generated_text"}
 
 
 class PrefoldBatches:
-    """A PrefoldBatches runs a task on the rows of batches, which are dicts of NumPy arrays.
+    """A task on the rows of batches, which are dicts of NumPy arrays.
 
-    task     "generate", "embed", "classify", "decide" or "score"
-    column   the column of texts, or of lists of messages; of "score" a text as a whole, of "decide" the state
-    chat     whether "generate" puts a text into the model's chat template, as a user's message
-    error    the column of errors
-    prefix   the beginning of the new columns' names
-    scores   of "classify" and "decide": "all" gives the probability of each label or option a column of its own
-    options  those of `LLM`, and of the task
+    Args:
+        task: "generate", "embed", "classify", "decide" or "score"
+        column: the column of texts or lists of messages; for "score" a text as a whole, for "decide" the state
+        model: as for `LLM`: hub id, folder, .gguf file or built-in name
+        chat: "generate" puts a text into the model's chat template, as a user message
+        error: name of the column of errors
+        prefix: prefix of the new columns' names
+        scores: for "classify" and "decide": "all" adds one column with the probability of each label or option
+        options: options of `LLM` and of the task
 
-    Raises InputError for a missing column, and for one with the name of a new column.
+    Raises:
+        InputError: if `column` is missing, or if the batch already has a column with the name of a new one
+
+    Example:
+        ds = ds.map_batches(PrefoldBatches, fn_constructor_kwargs={"task": "embed", "column": "text"}, concurrency=1)
     """
 
     def __init__(
@@ -73,8 +79,8 @@ class PrefoldBatches:
         self._error, self._names = error, {name: prefix + _RENAMED.get(name, name) for name in columns}
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yields the batch with its results."""
-        import pyarrow  # which Ray Data has
+        """Yield the batch with its results."""
+        import pyarrow  # Ray Data depends on it
 
         if self._column not in batch:
             message = f"there is no column {self._column!r}"
@@ -83,7 +89,7 @@ class PrefoldBatches:
             raise InputError(f"the batch has a column {name!r} already", field=name, remedy="give prefix=, or error=")
         answers = await self._answers(list(batch[self._column]))
         errors = [_error_of(answer) for answer in answers]
-        # With its type: that of a column of nulls alone is another one, and files of such blocks do not go together.
+        # With an explicit type: a column of only nulls would get another type, and blocks could not be joined.
         out = {**batch, self._error: pyarrow.array(errors, pyarrow.string())}
         rows = [{} if isinstance(a, InputError) else a.columns(self._every) for a in answers]
         for name, column in self._names.items():
@@ -115,7 +121,7 @@ class PrefoldBatches:
 
 
 def _error_of(answer: Answer | InputError) -> str | None:
-    """Return why a row, or one of its questions, has no answer; None if it has all."""
+    """Return why a row, or one of its questions, has no answer; None if all have one."""
     if isinstance(answer, Decision):
         return "; ".join(map(str, answer.errors.values())) or None
     return str(answer) if isinstance(answer, InputError) else None
@@ -126,7 +132,7 @@ def _null(column: str) -> InputError:
 
 
 def _array(values: list[Any]) -> np.ndarray:
-    """Returns values as a column: a matrix if all are vectors, else an array of objects."""
+    """Return values as a column: a matrix if all values are vectors, else an array of objects."""
     if values and all(isinstance(value, np.ndarray) for value in values):
         return np.stack(values)
     out = np.empty(len(values), object)

@@ -1,9 +1,9 @@
-"""A model that many callers share, for functions on columns of data frames.
+"""Models that many callers share, for functions on columns of data frames.
 
-model = SharedModel.of("smollm2-135m", {"threads": 4})       one for a process, made at the first call
-model = RayModel.of("smollm2-135m", {"threads": 4}, 2)       one for a Ray cluster, with 2 replicas
-answer = await model.run_one("generate", {...}, item)        joins what others ask for at the same time
-answers = model.run_many("embed", {...}, items)              an answer, or an InputError, for each item
+model = SharedModel.of("smollm2-135m", {"threads": 4})       one per process, loaded at the first call
+model = RayModel.of("smollm2-135m", {"threads": 4}, 2)       one per Ray cluster, with 2 replicas
+answer = await model.run_one("generate", {...}, item)        runs together with other callers' items
+answers = model.run_many("embed", {...}, items)              an answer or an InputError for each item
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ from ..tasks.make import own_adapters
 from ..tasks.results import Answer
 from ..tasks.run import calibrated, finish_items, run_items, seed_of, with_seed
 
-# A name that is also an option of a task, such as a seed, belongs to the task.
+# A name that is also an option of a task, such as `seed`, is passed to the task.
 LLM_OPTIONS = {"tokenizer", *ModelSpec.__dataclass_fields__}
 LLM_OPTIONS -= {name for kind in OPTIONS.values() for name in kind.__dataclass_fields__}
 _models: dict[str, Any] = {}
 _lock = threading.Lock()
-_AT_ONCE = 1000  # calls that the actor answers at once
+_AT_ONCE = 1000  # maximum number of calls that the actor answers concurrently
 Make = Callable[[str, Mapping[str, Any]], Any]  # make(name, options) -> a task
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (keywords of `LLM`, all other options). Raises InputError for a cache with approximate results, because
-    columns have no mark for them."""
+    """Return (keywords of `LLM`, all other options).
+
+    Raise InputError for a cache with approximate results, because columns cannot mark them.
+    """
     llm_options = {name: value for name, value in options.items() if name in LLM_OPTIONS}
     if getattr(llm_options.get("cache"), "shifted", None) is not None:
-        message = "chunks are to be reused at other positions, and columns do not say which results are approximate"
+        message = "the cache reuses chunks at other positions, but columns cannot say which results are approximate"
         raise InputError(message, field="cache", remedy="leave `shifted` out of the CacheOptions")
     return llm_options, {name: value for name, value in options.items() if name not in llm_options}
 
 
 class Model:
-    """A Model runs tasks on a model that many callers share."""
+    """A model that runs tasks for many callers."""
 
     @classmethod
     def of(cls, *arguments: Any) -> Self:
-        """Returns the process's model for these arguments, which is made at the first call."""
+        """Return the process's model for these arguments. The first call makes it."""
         key = json.dumps([cls.__name__, *arguments], sort_keys=True, default=str)
         with _lock:
             if key not in _models:
@@ -63,21 +65,21 @@ class Model:
             return _models[key]
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns a task's answer to each item, or the item's InputError."""
+        """Return a task's answer to each item, or the item's InputError."""
         raise NotImplementedError
 
     async def run_many_async(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns a task's answer to each item, or the item's InputError; the work is done in a thread."""
+        """Return a task's answer to each item, or the item's InputError. The work runs in a thread."""
         return await asyncio.to_thread(self.run_many, name, options, items)
 
     async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
-        """Returns a task's answer to an item, or its InputError."""
+        """Return a task's answer to an item, or its InputError."""
         (answer,) = await self.run_many_async(name, options, [item])
         return answer
 
 
 class Tasks:
-    """A Tasks makes each task of a model once, and runs them on an engine. make: make(name, options) -> a task"""
+    """The tasks of a model, each made once, on an engine. make: make(name, options) -> a task"""
 
     def __init__(self, engine: Engine, make: Make):
         self.engine, self._make = engine, make
@@ -85,7 +87,7 @@ class Tasks:
         self._lock = threading.Lock()
 
     def task(self, name: str, options: Mapping[str, Any]) -> Any:
-        """Returns the task with these options, calibrated if it asks for that, which may take long."""
+        """Return the task with these options. If it asks for calibration, calibrate it first, which may be slow."""
         key = json.dumps([name, options], sort_keys=True, default=str)
         with self._lock:
             if key not in self._tasks:
@@ -93,8 +95,10 @@ class Tasks:
             return self._tasks[key]
 
     async def run(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns a task's answer to each item, or the item's InputError. The requests run beside those of other
-        callers, and are cancelled with the caller."""
+        """Return a task's answer to each item, or the item's InputError.
+
+        The requests run together with other callers' requests. Cancelling the caller cancels its requests.
+        """
         task, works = await asyncio.to_thread(self._prepared, name, options, items)
         loop = asyncio.get_running_loop()
         replies = [
@@ -116,8 +120,8 @@ class Tasks:
         is_new = getattr(task, "seed", None) is None
         for number, (work, reply) in enumerate(zip(works, replies, strict=True)):
             if reply is not None:
-                # The place of a row in its table is not known here. With a seed of the table, the row's tokens stand
-                # for the place.
+                # The row's number in its table is unknown here. If the table has a seed, a hash of the row's tokens
+                # replaces the number.
                 requests = [
                     with_seed(request, seed, number if is_new else zlib.crc32(request.tokens.tobytes()), part)
                     for part, request in enumerate(work.requests)
@@ -126,7 +130,7 @@ class Tasks:
 
 
 async def _results_of(task: Any, reply: ResponseStream) -> list[Any]:
-    """Returns the results of an item's requests, or their error as the only result."""
+    """Return the results of an item's requests, or their error as the only result."""
     try:
         answer = await reply.answer()
     except Exception as error:
@@ -135,7 +139,7 @@ async def _results_of(task: Any, reply: ResponseStream) -> list[Any]:
 
 
 class SharedModel(Model):
-    """A SharedModel runs tasks on an LLM of this process. Any thread and any event loop may call it."""
+    """A model that runs tasks on an LLM of this process. Any thread and any event loop may call it."""
 
     def __init__(self, model: str, options: Mapping[str, Any]):
         from ..llm import LLM
@@ -146,33 +150,35 @@ class SharedModel(Model):
         self._tasks = Tasks(llm.engine, make)
 
     def example(self, name: str, options: Mapping[str, Any]) -> Answer:
-        """Returns an answer of a task, for the names of its columns."""
+        """Return an example answer of a task, which has the names of its columns."""
         return self._tasks.task(name, options).example
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
         return run_items(self._llm.engine, self._tasks.task(name, options), items)
 
     async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
-        """Returns a task's answer to an item, or its InputError. The text of all callers is generated together;
-        embeddings and scores run as a row stream, which takes the engine less time."""
+        """Return a task's answer to an item, or its InputError.
+
+        Text is generated together for all callers. Embeddings and scores run as a row stream, which is faster.
+        """
         if name != "generate":
             return await super().run_one(name, options, item)
         (answer,) = await self._tasks.run(name, options, [item])
         return answer
 
     def stats(self) -> dict[str, Any]:
-        """Returns the counters of the model, as a mapping."""
+        """Return the counters of the model."""
         return self._llm.stats.to_dict()
 
 
-# ------------------------------------------------------------------------------------- a model of a Ray cluster
+# ------------------------------------------------------------------------------------- a model on a Ray cluster
 
 
 class RayModel(Model):
-    """A RayModel is the client of a model on a Ray cluster: a named actor with a fleet of replicas on Ray.
+    """The client of a model on a Ray cluster: a named actor with a fleet of replicas.
 
     The driver that makes the actor owns it, and the actor owns the replicas, so all of them end with the driver. Any
-    process may send items to the actor; the requests of all callers go to the replicas as a stream.
+    process may send items to the actor. The requests of all callers go to the replicas as one stream.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], replicas: int = 1):
@@ -190,16 +196,16 @@ class RayModel(Model):
         return self._ray.get(self._actor.run_many.remote(name, dict(options), list(items)))
 
     async def run_many_async(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns a task's answer to each item, or the item's InputError, without a thread that waits."""
+        """Return a task's answer to each item, or the item's InputError. No thread waits for it."""
         return await self._actor.run_many.remote(name, dict(options), list(items))
 
     def stats(self) -> dict[str, Any]:
-        """Returns the counters of all replicas, as a mapping."""
+        """Return the counters of all replicas together."""
         return self._ray.get(self._actor.stats.remote())
 
 
 def _open_on_ray(model: str, options: dict[str, Any], count: int, own: Sequence[str]) -> Tasks:
-    """Returns the tasks of a model, on a fleet. own: plugins of the driver"""
+    """Return the tasks of a model on a fleet. own: plugins of the driver"""
     from ..cluster.ray_replicas import RayReplicas
 
     add_plugins(own)
@@ -210,8 +216,10 @@ def _open_on_ray(model: str, options: dict[str, Any], count: int, own: Sequence[
 
 
 def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
-    """Returns (a function that makes the tasks of a model that runs elsewhere, the MediaTable of its images). The table
-    is None for a model that takes text alone."""
+    """Return (a function that makes the tasks of a model that runs elsewhere, the MediaTable of its images).
+
+    The table is None for a model that takes text alone.
+    """
     from ..checkpoint import resolve
     from ..model import config_from
     from ..text import tokenizer_or_none
@@ -235,11 +243,11 @@ def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
 
 
 class _Front:
-    """A _Front is the actor of a RayModel; it opens the model in a thread. open: returns its tasks"""
+    """The actor of a RayModel. It opens the model in a thread. open: returns the model's tasks"""
 
     def __init__(self, open: Callable[[], Tasks]):
         self._tasks: Future[Tasks] = Future()
-        self._tasks.set_running_or_notify_cancel()  # so that no caller can cancel it
+        self._tasks.set_running_or_notify_cancel()  # prevents callers from cancelling it
         threading.Thread(target=self._open, args=(open,), name="prefold-front", daemon=True).start()
 
     def _open(self, open: Callable[[], Tasks]) -> None:

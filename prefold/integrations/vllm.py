@@ -1,5 +1,7 @@
-"""A replica whose engine is vLLM's `AsyncLLM`, which gets token ids and generates tokens. If the installed vLLM can, it
-publishes the events of its prefix cache, which the router follows."""
+"""A replica whose engine is vLLM's `AsyncLLM`. It receives token ids and generates tokens.
+
+If the installed vLLM can publish the events of its prefix cache, the router follows them.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ from ..spec.requests import Generated, Namespace, Request, Sampling, Stats, Toke
 from ..spec.task import not_sent, sent_names
 from ..trie import MEDIA_BASE, shared_by
 
-# Fields of Sampling that vLLM calls by the same name.
+# Fields of Sampling with the same name in vLLM.
 _SAME = (*sent_names("openai", "vllm", "set"), "logprobs")
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
 
 
 def import_vllm() -> Any:
-    """Returns the module vllm. Raises MissingExtraError if it is not installed."""
-    # Threads are not bound to cores: several replicas, or this process, would be bound to the same ones.
+    """Return the module vllm. Raise MissingExtraError if it is not installed."""
+    # Do not bind threads to cores: several replicas, or this process, would be bound to the same ones.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
@@ -49,9 +51,9 @@ def import_vllm() -> Any:
 
 
 def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
-    """Returns vLLM's SamplingParams. room: tokens that fit behind the prompt.
+    """Return vLLM's SamplingParams. Raise InputError for features that vLLM lacks, and for values that it refuses.
 
-    Raises InputError for what vLLM lacks, and for values that it refuses.
+    room: number of tokens that fit after the prompt
     """
     vllm = import_vllm()
     for name in not_sent(sampling):
@@ -59,7 +61,7 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
     grammar, structured = sampling.grammar, None
     if grammar is not None:
         if not with_text:
-            raise lacks("tokens without text, of a grammar")
+            raise lacks("a grammar for tokens without text")
         if grammar.kind == "json":
             settings: dict[str, Any] = {"json_object": True}
         elif grammar.kind in _GRAMMARS:
@@ -81,12 +83,12 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
             detokenize=with_text,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-    except ValueError as error:  # of its own rules: n above 1 at temperature 0, top_p 0, more tokens than there is room
-        raise refused("how tokens are to be drawn", "sampling", error) from error
+    except ValueError as error:  # by vLLM's rules: n above 1 at temperature 0, top_p 0, more tokens than fit
+        raise refused("the sampling options", "sampling", error) from error
 
 
 def generated(sample: Any, with_text: bool, cached: int, num_logprobs: int) -> Generated:
-    """Returns a sample of vLLM as a Generated, without the token that ended it."""
+    """Return a sample of vLLM as a Generated, without the token that ended it."""
     tokens = tuple(int(token) for token in sample.token_ids)
     has_ended = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
     logprobs = None
@@ -100,16 +102,16 @@ def generated(sample: Any, with_text: bool, cached: int, num_logprobs: int) -> G
 
 
 def _logprobs(token: int, candidates: Mapping[int, Any], count: int) -> TokenLogprobs:
-    """Returns the TokenLogprobs of vLLM's candidates: the `count` most likely tokens, and the chosen token."""
+    """Return the TokenLogprobs of vLLM's candidates: the `count` most likely tokens, and the chosen token."""
     best = sorted((entry.rank, id, entry.logprob) for id, entry in candidates.items() if entry.rank <= count)
     top = tuple((int(id), float(value)) for _, id, value in best)
     return TokenLogprobs(float(candidates[token].logprob), top)
 
 
 def refused(part: str, field: str, error: Exception) -> InputError:
-    """Returns the error of a request if vLLM refuses a part of it."""
+    """Return the error for a part of a request that vLLM refuses."""
     message = f"vLLM refused {part} ({type(error).__name__}: {error!s:.300})"
-    return InputError(message, field=field, remedy="see what vLLM says", code="vllm")
+    return InputError(message, field=field, remedy="change it as vLLM's message says", code="vllm")
 
 
 def lacks(feature: str) -> InputError:
@@ -118,7 +120,7 @@ def lacks(feature: str) -> InputError:
 
 _SECONDS_TO_REPLAY = 2.0
 _END_OF_REPLAY = (1 << 64) - 1
-# Waits for the end of its input, which ends with the process that writes to it.
+# The guard reads until the end of its input, which comes when the process that writes to it has ended.
 _GUARD = """
 import os, signal, sys
 sys.stdin.read()
@@ -131,14 +133,17 @@ for pid in map(int, sys.argv[1].split()):
 
 
 class VllmHost(AsyncHost):
-    """A VllmHost runs windows on vLLM.
+    """A replica that runs windows on vLLM.
 
-    model    a folder, or a name that vLLM knows
-    options  fields of vLLM's AsyncEngineArgs; `max_num_seqs` is also what bounds the backlog
-    caching  whether prefixes are shared
+    Args:
+        model: a folder, or a name that vLLM knows
+        options: fields of vLLM's AsyncEngineArgs; `max_num_seqs` also limits the backlog
+        caching: prefixes are shared
 
-    Raises MissingExtraError without vLLM, JobError where it refuses an option, and what vLLM raises where it cannot
-    load the model.
+    Raises:
+        MissingExtraError: without vLLM
+        JobError: if vLLM has no such option
+        Exception: vLLM's errors, if it cannot load the model
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], *, caching: bool = True):
@@ -147,7 +152,7 @@ class VllmHost(AsyncHost):
         self._vllm = vllm
         self._folder = Path(tempfile.mkdtemp(prefix="prefold-vllm-"))
         self._events = _EventSockets(self._folder) if caching else None
-        self._number = 0  # of the last request
+        self._number = 0  # number of the last request
         try:
             arguments = self._engine_arguments(model, options, caching)
             before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -159,7 +164,7 @@ class VllmHost(AsyncHost):
         config = self._engine.vllm_config
         self._longest = config.model_config.max_model_len
         running = config.scheduler_config.max_num_seqs
-        # As many wait in vLLM as may follow at once when others end.
+        # Requests wait in vLLM so that they can start at once when several running requests end together.
         self._most = running + max(8, running // 4)
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         identity = {"vllm": vllm.__version__, "weights": _digest(model), "dtype": dtype}
@@ -184,7 +189,7 @@ class VllmHost(AsyncHost):
         fields = self._vllm.AsyncEngineArgs.__dataclass_fields__
         for name in options:
             if name not in fields:
-                raise JobError(f"vLLM {self._vllm.__version__} knows no option {name!r}; see its AsyncEngineArgs")
+                raise JobError(f"vLLM {self._vllm.__version__} has no option {name!r}; see its AsyncEngineArgs")
         return self._vllm.AsyncEngineArgs(**arguments | dict(options))
 
     async def _open(self, arguments: Any) -> Any:
@@ -197,15 +202,15 @@ class VllmHost(AsyncHost):
             self._events.is_new = True
 
     def close(self) -> None:
-        # First: vLLM's task that waits for answers would take its end for a crash, and tell of one. Where the loop
-        # hangs, vLLM must go all the same, or there is no room for another.
+        # Cancel first. Else vLLM's task that waits for answers takes the shutdown for a crash and reports one. If the
+        # loop hangs, vLLM must still be shut down, to free its memory for another engine.
         with suppress(TimeoutError):
             self._cancel()
         self._engine.shutdown()
         self._guard.kill()
         self._guard.wait()
         self._stop()
-        del self._engine  # at the end of the process what it needs to be taken away would be gone before it
+        del self._engine  # now, because at the end of the process its destructor would lack modules that it needs
 
     def _stop(self) -> None:
         super().close()
@@ -217,17 +222,18 @@ class VllmHost(AsyncHost):
         if self._events is not None:
             report.events = self._events.drain()
 
-    # ------------------------------------------------------------------------------------------ in the thread
+    # ------------------------------------------------------------------------------------------ in the event loop's
+    # thread
 
     def _begin(self, call: RunCall | None) -> None:
         super()._begin(call)
         if call is not None and self._events is not None:
-            self._events.is_new = True  # the driver that began the run may know nothing of what is held
+            self._events.is_new = True  # the driver of the new run may not know the cached blocks
 
     def _refusal(self, call: RunCall) -> str:
         if call.readout.kind == "tokens":
             return ""
-        return f"vLLM generates text here, and was asked for {call.readout.kind!r}; leave out --backend"
+        return f"vLLM only generates text here, but was asked for {call.readout.kind!r}; leave out --backend"
 
     def _num_to_ask(self, call: RunCall) -> int:
         return int(len(self._tasks) < self._most)
@@ -259,8 +265,7 @@ class VllmHost(AsyncHost):
 
 
 class _EventSockets:
-    """An _EventSockets holds prefold's ends of the two sockets on which vLLM publishes the events of its cache: as they
-    happen, and again on request."""
+    """prefold's ends of the two sockets for the events of vLLM's cache: live events, and replays on request."""
 
     def __init__(self, folder: Path):
         import zmq
@@ -275,7 +280,7 @@ class _EventSockets:
         self._socket.connect(self.endpoint)
 
     def drain(self) -> CacheEvents | None:
-        """Returns the events since the last call, or None."""
+        """Return the events since the last call, or None."""
         while self._socket.poll(0):
             _, number, message = self._socket.recv_multipart()
             self._take(int.from_bytes(number, "big"), message)
@@ -294,7 +299,7 @@ class _EventSockets:
             self.blocks.take(number, message)
 
     def _ask_again(self, first: int) -> list[tuple[int, bytes]]:
-        """Returns the messages that vLLM still has, from a number on."""
+        """Return the messages from number `first` on that vLLM still stores."""
         zmq, messages = self._zmq, []
         socket = self._context.socket(zmq.REQ)
         try:
@@ -319,42 +324,44 @@ _OLD_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_
 
 @dataclass(slots=True)
 class _Block:
-    """A _Block is a block of which `copies` exist, or of which only later blocks remain."""
+    """A cached block, or the record of a removed block that has later blocks."""
 
     after: Hashable | None
     tokens: np.ndarray
     namespace: Hashable
-    copies: int = 0
-    behind: int = 0  # blocks that follow it
+    copies: int = 0  # 0: removed
+    behind: int = 0  # number of blocks that follow it
 
     @property
     def head(self) -> Hashable:
-        """Returns the key that blocks share if they begin with the same row."""
+        """Return the key that blocks share if they start with the same row."""
         return self.after, self.namespace, int(self.tokens[0])
 
 
 class BlockEvents:
-    """A BlockEvents records the blocks of a vLLM engine's cache, and translates changes into the router's events.
+    """The blocks of a vLLM engine's cache. It translates changes into the router's events.
 
-    A message is msgpack of [time, events, ...] with a number; events are BlockStored, BlockRemoved and
-    AllBlocksCleared. vLLM does not merge equal blocks: a hash that was stored twice is there until it was removed
-    twice. And its blocks begin where blocks begin, so that two that follow the same one may share their first tokens.
-    Runs do not share rows: when one of such blocks is removed, another that has the rows is told of again.
+    A message is msgpack of [time, events, ...] with a number. Events are BlockStored, BlockRemoved and
+    AllBlocksCleared. vLLM does not merge equal blocks: a hash that was stored twice exists until it was removed twice.
+    Two blocks that follow the same block may share their first tokens, but the router's runs do not share rows. When
+    such a block is removed, another block with the shared rows is reported again.
 
-    epoch  the first number of the engine's epochs; larger after a restart. A gap in the messages begins a new one
+    epoch: number of the engine's first epoch; larger after a restart. A gap in the messages starts a new epoch
     """
 
     def __init__(self, epoch: int = 0):
         self.next_message = 0
         self._epoch, self._log = epoch, EventLog(epoch)
         self.blocks: dict[Hashable, _Block] = {}
-        self.alike: dict[Hashable, dict[Hashable, None]] = {}  # those held, by what they follow and their first token
+        self.alike: dict[Hashable, dict[Hashable, None]] = {}  # names of cached blocks, by `_Block.head`
 
     def take(self, number: int, message: bytes) -> bool:
-        """Takes a message of vLLM. Returns False, and takes nothing, if messages before it are missing; the caller then
-        takes those first, or calls `skip_to`."""
+        """Process a message of vLLM. Return False, and do nothing, if messages before it are missing.
+
+        The caller then processes those first, or calls `skip_to`.
+        """
         if number < self.next_message:
-            return True  # it was taken in before
+            return True  # it was processed before
         if number > self.next_message:
             return False
         self.next_message = number + 1
@@ -363,7 +370,7 @@ class BlockEvents:
             if kind == "AllBlocksCleared":
                 self._clear()
             elif event.get("group_idx") not in (None, 0):
-                continue  # all groups of a hybrid model have the hashes of the first
+                continue  # all groups of a hybrid model have the hashes of the first group
             elif kind == "BlockStored":
                 self._store(event)
             elif kind == "BlockRemoved":
@@ -372,18 +379,18 @@ class BlockEvents:
         return True
 
     def skip_to(self, number: int) -> None:
-        """Skips to a later message and forgets all blocks, because missing messages may have changed them."""
+        """Skip to a later message and forget all blocks, because the missing messages may have changed them."""
         self.next_message = number
         self._clear()
 
     def drain(self) -> CacheEvents | None:
-        """Returns the events since the last call, or None."""
+        """Return the events since the last call, or None."""
         return self._log.drain()
 
     def tell_anew(self) -> None:
-        """Starts a new epoch, whose first events report all blocks, for a driver without any knowledge of them."""
+        """Start a new epoch, whose first events report all blocks, for a driver that knows none of them."""
         self._begin_epoch()
-        # A block is entered after the one that it follows, as blocks of which others are left are kept.
+        # The dict has each block after the block that it follows, because removed blocks stay while others follow them.
         for name, block in self.blocks.items():
             self._log.add(RowsStored(name, block.after, block.tokens, block.namespace))
         for name, block in self.blocks.items():
@@ -401,9 +408,9 @@ class BlockEvents:
     def _store(self, event: dict[str, Any]) -> None:
         names, size, after = event["block_hashes"], event["block_size"], event["parent_block_hash"]
         if len(event["token_ids"]) != len(names) * size:
-            return  # blocks between them are not cached
+            return  # some of its blocks are not cached
         if after is not None and (after not in self.blocks or not self.blocks[after].copies):
-            return  # what they follow was not told
+            return  # the block that they follow was not reported
         tokens = np.array(event["token_ids"], np.int32).reshape(len(names), size)
         keys = (event.get("extra_keys") or [None])[0]
         namespace = _namespace(event.get("lora_name"), keys) if after is None else ()
@@ -438,7 +445,7 @@ class BlockEvents:
                 self.blocks[removed].behind -= 1
 
     def _removal(self, name: Hashable, block: _Block) -> list[CacheEvent]:
-        """Returns the events of a removal. Rows that the block shares with another block stay."""
+        """Return the events of a removal. Rows that the block shares with another block stay."""
         events: list[CacheEvent] = [RowsRemoved(name)]
         others = self.alike.get(block.head)
         if others:
@@ -450,8 +457,7 @@ class BlockEvents:
 
 
 def _namespace(adapter: str | None, keys: Any) -> Namespace:
-    """Returns the namespace of a first block. The salt is the text among the keys that its hash has beside the
-    tokens."""
+    """Return the namespace of a first block. The salt is the text among the extra keys of its hash."""
     texts = [key for key in keys or () if isinstance(key, str)]
     if adapter is not None and adapter in texts:
         texts.remove(adapter)
@@ -464,15 +470,14 @@ def _decoded(message: bytes) -> list[dict[str, Any]]:
 
 
 def _guarded(pids: list[int]) -> subprocess.Popen[bytes]:
-    """Starts a process that kills these processes when the present one has ended: vLLM's do not notice that
-    themselves."""
+    """Start a process that kills these processes after the current one has ended, because vLLM's do not notice it."""
     numbers = " ".join(map(str, pids))
     command = [sys.executable, "-P", "-c", _GUARD, numbers]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _has_tokenizer(model: str) -> bool:
-    """Returns whether there is a tokenizer. It is False only for a folder without one."""
+    """Return whether there is a tokenizer. It is False only for a folder without one."""
     folder = Path(model)
     return not folder.is_dir() or any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
 
@@ -484,7 +489,7 @@ def _digest(model: str) -> str:
 
 
 class _Vllm(Backend):
-    """A _Vllm is the backend whose replicas are `VllmHost`s."""
+    """The backend whose replicas are `VllmHost`s."""
 
     where = "in vLLM"
     takes = frozenset({"backend_option", "tokenizer"})
@@ -501,7 +506,7 @@ class _Vllm(Backend):
         engine = {
             "dtype": model.dtype,
             "tensor_parallel_size": model.tensor_parallel,
-            # vLLM has a default of its own, which depends on the machine
+            # vLLM's own default depends on the machine.
             "max_num_seqs": model.max_running if "max_running" in spec.given else None,
             "max_num_batched_tokens": model.max_batch_rows,
             "kv_cache_memory_bytes": model.kv_memory,

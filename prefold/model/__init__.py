@@ -1,6 +1,6 @@
 """Models as functions of rows.
 
-`config`, `families` and `program` say what a model is. The executors of `worker` hold its weights and run it.
+`config`, `families` and `program` describe a model as data. The executors in `worker` hold its weights and run it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read adapter_config.json of a PEFT folder. No torch.
 
-Its regular expressions come from strangers. They are matched in time that grows with their length, never exponentially.
+Its regular expressions come from untrusted files. Matching takes polynomial time, never exponential time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
 
 MOST_CHARACTERS, MOST_GROUPS = 512, 32
-# One character, an escaped one, or a set of them: each is matched against one character of a text by `re`.
+# One character, an escape or a set. `re` matches each against one character of a text.
 _ATOM = re.compile(r"\\[^0-9bBAZ]|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\\[\]*+?{}()|^$]")
 
-# The ends of a match in a text, of the places where it may start.
+# Maps a text and possible start positions to the possible end positions of a match.
 Match = Callable[[str, frozenset[int]], frozenset[int]]
 
 
 class Pattern:
-    """A Pattern matches names as PEFT does: the whole name, or its end from a dot on.
+    """A regular expression that matches module names as PEFT does: the whole name, or its end after a dot.
 
-    Characters, escapes, sets, groups, `|`, `*`, `+`, `?`, `^` and `$` are known. A group that is repeated holds no
-    repetition itself. Raises ValueError, in words, for any other expression.
+    It supports characters, escapes, sets, groups, `|`, `*`, `+`, `?`, `^` and `$`. A repeated group may not contain a
+    repetition. The constructor raises ValueError for any other expression.
     """
 
     def __init__(self, pattern: str):
@@ -40,12 +40,12 @@ class Pattern:
             raise self._unknown()
 
     def matches(self, name: str) -> bool:
-        """Return whether the pattern is the whole name, or its end from a dot on."""
+        """Return whether the pattern matches the whole name, or its end after a dot."""
         after_dots = (i + 1 for i, letter in enumerate(name) if letter == ".")
         return len(name) in self._match(name, frozenset((0, *after_dots)))
 
     def _alternatives(self) -> tuple[Match, bool]:
-        """Return what matches the text up to a closing bracket, and whether it repeats anything."""
+        """Parse up to a closing bracket. Return the matcher, and whether it contains a repetition."""
         ways = [self._sequence()]
         while self._next("|"):
             ways.append(self._sequence())
@@ -74,7 +74,7 @@ class Pattern:
         if not sign:
             return match, repeats
         if repeats:
-            raise ValueError("a group that is repeated holds a repetition")
+            raise ValueError("a repeated group contains a repetition")
 
         def repeat(name: str, at: frozenset[int]) -> frozenset[int]:
             ends = new = at if sign == "*" else match(name, at)
@@ -110,22 +110,22 @@ class Pattern:
         return lambda name, at: frozenset(i + 1 for i in at if i < len(name) and fits(name[i])), False
 
     def _next(self, sign: str) -> str:
-        """Return the sign if it comes next, and go on behind it; otherwise nothing."""
+        """Skip the sign and return it, if it comes next; otherwise return ""."""
         if not self._text.startswith(sign, self._at):
             return ""
         self._at += len(sign)
         return sign
 
     def _unknown(self) -> ValueError:
-        return ValueError(f"{self._text[self._at : self._at + 8]!r} is not known here")
+        return ValueError(f"{self._text[self._at : self._at + 8]!r} is not supported")
 
 
-# What changes the model in other ways than by B A x, with what to say of it.
+# Settings that change the model in other ways than by adding B A x, with a name for the error message.
 REFUSED = {
     "use_dora": "DoRA",
-    "modules_to_save": "modules saved whole",
+    "modules_to_save": "fully trained modules",
     "trainable_token_indices": "trained tokens",
-    "target_parameters": "parameters that are no linear",
+    "target_parameters": "parameters outside linears",
     "layer_replication": "replicated layers",
     "lora_bias": "biases",
     "use_qalora": "QALoRA",
@@ -135,32 +135,29 @@ REFUSED = {
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
 }
-# Ways to begin the training that leave the adapter fit only for a changed copy of the model.
+# Initializations after which the adapter fits only a changed copy of the model.
 CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 MOST_BYTES = 16 << 20
-# Patterns that are more than the end of a module's name. PEFT writes one for each module that differs, by its name.
+# Limit for patterns other than the end of a module's name. PEFT itself writes module names only.
 MOST_EXPRESSIONS = 256
 _NAME = re.compile(r"\^?[\w.]+\$?")
 
 
 @dataclass(frozen=True, slots=True)
 class ByModule:
-    """A number that differs by module (`rank_pattern`, `alpha_pattern`).
+    """A number per module (`rank_pattern`, `alpha_pattern`)."""
 
-    default      of modules that no pattern names
-    names        by the module's name, or its end: the place of the pattern in the file, and its number
-    expressions  the other patterns, by place
-    """
-
-    default: float
+    default: float  # for modules that no pattern matches
+    # By the module's name or the end of its name: the pattern's index in the file, and the number.
     names: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    # The other patterns, by index in the file.
     expressions: Mapping[int, tuple[Pattern, float]] = field(default_factory=dict)
 
     def of(self, module: str) -> float:
-        """Return the number of a module. The first pattern in the file wins, as in PEFT."""
+        """Return the number of a module. The first matching pattern in the file wins, as in PEFT."""
         parts = module.split(".")
         ends = [".".join(parts[i:]) for i in range(len(parts))]
-        # "^name" is the whole name.
+        # "^name" matches only the whole name.
         hits = [self.names[end] for end in (f"^{module}", *ends) if end in self.names]
         first, number = min(hits, default=(len(self.names) + len(self.expressions), self.default))
         for place, (pattern, value) in self.expressions.items():
@@ -171,27 +168,23 @@ class ByModule:
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What adapter_config.json says of a LoRA adapter.
-
-    ranks, alphas  by module
-    is_rank_stable  whether alpha is divided by the root of the rank (rsLoRA)
-    """
+    """The settings of a LoRA adapter in adapter_config.json."""
 
     ranks: ByModule
     alphas: ByModule
-    is_rank_stable: bool = False
+    is_rank_stable: bool = False  # divide alpha by the square root of the rank (rsLoRA), not by the rank
 
     def scale(self, module: str) -> float:
-        """Return the factor of B A x."""
+        """Return the factor of B A x for a module."""
         rank = self.ranks.of(module)
         return self.alphas.of(module) / (math.sqrt(rank) if self.is_rank_stable else rank)
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Return what a folder's adapter_config.json says.
+    """Read a folder's adapter_config.json.
 
-    Raises UnsupportedModelError for more than LoRA of linears, and CheckpointError for a file that is missing or
-    broken, or has a value of a wrong type.
+    Raise UnsupportedModelError for an adapter that is more than LoRA of linears. Raise CheckpointError for a file that
+    is missing, broken, or has a value of a wrong type.
     """
     path = folder / "adapter_config.json"
     if not path.is_file():
@@ -213,8 +206,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     start = str(settings.get("init_lora_weights", ""))
     if start.lower().startswith(CHANGED_WEIGHTS):
         raise UnsupportedModelError(
-            f"{folder} was trained beside changed weights (init_lora_weights: {start:.60}); convert it to a plain LoRA "
-            "(in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+            f"{folder} was trained with changed base weights (init_lora_weights: {start:.60}); convert it to a plain "
+            "LoRA (in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...))"
         )
     for key in ("r", "lora_alpha"):
         if key in settings and settings[key] is None:
@@ -241,10 +234,10 @@ def _by_module(settings: Settings, key: str, default: float) -> ByModule:
             expressions[place] = Pattern(pattern), value
         except ValueError as error:
             raise CheckpointError(
-                f"{settings.file}: {key} has {pattern!r:.60}, which cannot be matched: {error}; name the modules"
+                f"{settings.file}: {key} has the unsupported pattern {pattern!r:.60}: {error}; name the modules instead"
             ) from None
         if len(expressions) > MOST_EXPRESSIONS:
             raise CheckpointError(
-                f"{settings.file}: {key} has more than {MOST_EXPRESSIONS} regular expressions; name the modules"
+                f"{settings.file}: {key} has more than {MOST_EXPRESSIONS} regular expressions; name the modules instead"
             )
     return ByModule(default, names, expressions)

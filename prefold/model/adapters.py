@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) as PEFT writes them: read, scaled, and checked against a model. No torch."""
+"""Read LoRA adapters (Hu et al. 2021) in PEFT's format, scale them, and check them against a model. No torch."""
 
 from __future__ import annotations
 
@@ -19,33 +19,28 @@ from .shard import Shard
 from .sources import in_order, rows_of_parts
 
 TENSOR = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])\.weight")
-MODULE = re.compile(r"layers\.(\d{1,9})\.(\w+\.\w+)")  # by its name here
+MODULE = re.compile(r"layers\.(\d{1,9})\.(\w+\.\w+)")  # prefold's name
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPart:
-    """The part of one module in a fused linear.
+    """One module's part of a fused linear."""
 
-    ranks    the rows of `LinearAdapter.a` that are the module's
-    columns  the columns of the linear's result that are the module's
-    b        B times the scale, float32 [columns, ranks]
-    """
-
-    ranks: slice
-    columns: slice
-    b: NDArray[np.float32]
+    ranks: slice  # the module's rows of `LinearAdapter.a`
+    columns: slice  # the module's columns of the linear's result
+    b: NDArray[np.float32]  # scale * B [columns, ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearAdapter:
-    """A and B of one linear. a: float32 [ranks of all parts, inputs]"""
+    """A and B of one linear."""
 
-    a: NDArray[np.float32]
+    a: NDArray[np.float32]  # [ranks of all parts, inputs]
     parts: tuple[AdapterPart, ...]
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[np.ndarray, np.ndarray, slice]]) -> LinearAdapter:
-        """Join the modules of a linear. parts: of each module A, scaled B, and its columns"""
+        """Join the modules of a linear. Each part has A, scaled B, and the columns of the result."""
         ends = np.cumsum([len(a) for a, _, _ in parts]).tolist()
         return cls(
             np.concatenate([a for a, _, _ in parts]),
@@ -58,19 +53,15 @@ class LinearAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterArrays:
-    """The numbers of a LoRA adapter that fits a model.
+    """A LoRA adapter that fits a model."""
 
-    name    as it was asked for
-    layers  by layer, and by the name of the layer's linear, A and B
-    """
-
-    name: str
-    layers: tuple[Mapping[str, LinearAdapter], ...]
+    name: str  # as the user asked for it
+    layers: tuple[Mapping[str, LinearAdapter], ...]  # per layer, by the name of the linear
 
 
 @dataclass(slots=True)
 class Pair:
-    """A and B of one module, called `name` in the model that was trained."""
+    """A and B of one module, with the module's name in the checkpoint."""
 
     name: str
     a: np.ndarray | None = None
@@ -80,10 +71,17 @@ class Pair:
 def read_adapter(
     path: str | Path, config: ModelConfig, *, name: str | None = None, shard: Shard | None = None
 ) -> AdapterArrays:
-    """Read the adapter in a PEFT folder (adapter_config.json, adapter_model.safetensors), for a model of `config`.
+    """Read the adapter in a PEFT folder (adapter_config.json, adapter_model.safetensors).
 
-    shard: the share of a split model that is kept; None: the whole. Raises UnsupportedModelError for an adapter that is
-    more than LoRA of a layer's linears, and CheckpointError for files that are missing or do not fit.
+    Args:
+        path: the folder.
+        config: the model.
+        name: name of the adapter; None: the path.
+        shard: keep only this rank's share of a split model; None: keep all.
+
+    Raises:
+        UnsupportedModelError: the adapter is more than LoRA of the layers' linears.
+        CheckpointError: files are missing or do not fit the model.
     """
     folder = Path(path).expanduser()
     settings = read_adapter_config(folder)
@@ -108,27 +106,27 @@ def read_adapter(
         layers.append(linears)
     if pairs:
         names = ", ".join(pair.name for pair in list(pairs.values())[:4])
-        raise UnsupportedModelError(f"{folder} adapts modules that the model has not, or that cannot be: {names}")
+        raise UnsupportedModelError(f"{folder} adapts modules that the model lacks or does not support: {names}")
     if not any(layers):
         raise CheckpointError(f"{folder} adapts nothing")
     return AdapterArrays(name or str(path), tuple(layers))
 
 
 def adapter_file(folder: Path) -> SafetensorsFile:
-    """Open the tensors of a PEFT folder. Raise CheckpointError if it has none that may be opened."""
+    """Open the tensors of a PEFT folder. Raise CheckpointError if it has no safetensors file."""
     path = folder / "adapter_model.safetensors"
     if path.is_file():
         return SafetensorsFile(path)
     if [*folder.glob("*.bin"), *folder.glob("*.pt")]:
         raise CheckpointError(
-            f"{folder} has its weights as a pickled file only, which can run code when opened; save it as "
-            "safetensors (in PEFT: save_pretrained(folder, safe_serialization=True))"
+            f"{folder} has only pickled weights, which can run code when opened; save them as safetensors (in PEFT: "
+            "save_pretrained(folder, safe_serialization=True))"
         )
     raise CheckpointError(f"{folder} has no adapter_model.safetensors")
 
 
 def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair]:
-    """Return A and B by layer and module ("self_attn.q_proj"). A linear of several modules gives a pair for each."""
+    """Return A and B by (layer, module), such as (0, "self_attn.q_proj"). A fused linear yields one pair per module."""
     file, names = adapter_file(folder), config.names
     pairs: dict[str, Pair] = {}
     modules: dict[str, list[re.Match[str]]] = {}
@@ -145,7 +143,7 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
         setattr(pairs.setdefault(name, Pair(name)), side.lower(), file.array(stored))
     if strange:
         raise UnsupportedModelError(
-            f"{file.path} holds {', '.join(strange[:4])}, not supported; LoRA of the layers' linears is"
+            f"{file.path} has {', '.join(strange[:4])}, not supported; only LoRA of the layers' linears is"
         )
     return {
         (int(module[1]), module[2]): part
@@ -155,7 +153,7 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
 
 
 def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -> list[Pair]:
-    """Return one pair a module: they share A, and each has its rows of B."""
+    """Return one pair per module. All share A, and each has its rows of B."""
     if pair.b is None:
         return [pair] * len(modules)
     sizes = config.fused_sizes(modules) if len(modules) > 1 else [len(pair.b)]
@@ -167,7 +165,7 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
 
 
 def _linears(program: Program, number: int) -> dict[str, list[tuple[str, slice, int]]]:
-    """Returns the modules that are fused in each linear of a layer, as (module, columns of the result, inputs)."""
+    """Return, per linear of a layer, its fused modules as (module, columns of the result, number of inputs)."""
     placed: dict[str, list[tuple[str, slice, int]]] = {}
     for linear in program.linears(number):
         (inputs,), parts = linear.weight.inputs, linear.weight.parts
@@ -183,23 +181,23 @@ def _linears(program: Program, number: int) -> dict[str, list[tuple[str, slice, 
 def scaled(
     pair: Pair, settings: AdapterConfig, outputs: int, inputs: int, folder: Path
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return (A, B times the scale)."""
+    """Return (A, scale * B)."""
     if pair.a is None or pair.b is None:
         raise CheckpointError(f"{folder} has only lora_{'A' if pair.b is None else 'B'} of {pair.name}")
     rank = settings.ranks.of(pair.name)
     if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):
         raise CheckpointError(
             f"{folder}: {pair.name} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, not "
-            f"{[rank, inputs]} and {[outputs, rank]} as its rank and the model ask for"
+            f"{[rank, inputs]} and {[outputs, rank]}, which its rank and the model need"
         )
     for side, array in (("A", pair.a), ("B", pair.b)):
         if array.dtype not in FLOATING:
             raise CheckpointError(
-                f"{folder}: lora_{side} of {pair.name} is of {array.dtype}, not floating-point numbers"
+                f"{folder}: lora_{side} of {pair.name} has dtype {array.dtype}; it must be floating-point"
             )
     scale = settings.scale(pair.name)
     with np.errstate(over="ignore", invalid="ignore"):
         a, b = pair.a.astype(np.float32), pair.b.astype(np.float32) * np.float32(scale)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise CheckpointError(f"{folder}: {pair.name} is not finite, with a scale of {scale:g}")
+        raise CheckpointError(f"{folder}: {pair.name} has values that are not finite (scale {scale:g})")
     return a, b

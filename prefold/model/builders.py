@@ -1,4 +1,4 @@
-"""Builders make the program of a config, layer by layer. No NumPy, no torch."""
+"""Build the program of a config, layer by layer. No NumPy, no torch."""
 
 from __future__ import annotations
 
@@ -38,31 +38,33 @@ from .program import (
 
 EMBEDDING, LM_HEAD, LM_HEAD_BIAS = "embed_tokens.weight", "lm_head.weight", "lm_head.bias"
 LM_HEAD_SCALE = "lm_head.logit_scale"
-# Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
+# Buffers of attention: q, k and v together, or q apart from k and v; its result. The inside of an MLP.
 QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
 KV_LATENT, QUERY_LATENT = "kv_latent", "query_latent"
-# Gates of each number of heads; gate and up of an MLP before the activation.
+# Gates of attention; gate and up of an MLP before the activation.
 GATES, GATE_UP = "gates", "gate_up"
-LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's is
-# What one of several mixers gives; what the MLP beside experts gives, its inside, and its gate; what experts read and
-# give in place of the MLP's own rows.
+LATENT_EPS = 1e-6  # for norms of latents, whatever the model's eps is
+# Buffers: the result of a second mixer; the shared expert's result, inside and gate; input and result of experts that
+# lie between two linears.
 MIXED_BESIDE, SHARED, SHARED_WIDE, SHARED_GATE = "mixed_beside", "shared", "shared_wide", "shared_gate"
 LATENT, LATENT_OUT = "latent", "latent_out"
-# What layers have of embeddings of their own, and of the residual stream at their end. What a router reads.
+# Buffers: per-layer inputs of all layers; their part computed from the embedding; the gated input of one layer. The
+# input of a router with its own norm.
 LAYER_INPUTS, LAYER_CONTEXT, LAYER_INPUT, ROUTED = "layer_inputs", "layer_context", "layer_input", "routed"
-# The name of a module, and its outputs.
+# The name of a module, and its number of outputs.
 Module = tuple[str, int]
 
 
 class LayerBuilder:
-    """A LayerBuilder collects the operations of one layer.
+    """The operations of one layer, while they are collected.
 
-    config   with the sizes of this rank's part
-    number   of the layer
-    is_last  whether this is the layer of a pass that leaves out the rows that are not read
-    copies   how many ranks have each KV head
-    begun    buffers beside the residual stream that are filled before the first layer
-    mixed    the buffer that a mixer fills
+    Attributes:
+        config: with the sizes of this rank's part of the layer.
+        number: index of the layer.
+        is_last: this layer drops unread rows, see `ModelConfig.reading_layer`.
+        copies: ranks that hold each KV head.
+        begun: buffers other than the residual stream that are filled before the first layer.
+        mixed: buffer for the result of the current mixer.
     """
 
     def __init__(self, config: ModelConfig, number: int, copies: int = 1, begun: Sequence[Buffer] = ()):
@@ -73,11 +75,10 @@ class LayerBuilder:
         self.operations: list[Operation] = []
 
     def add(self, operation: Operation) -> None:
-        """Add an operation to the layer."""
         self.operations.append(operation)
 
     def norm(self, name: str, source: Buffer, out: Buffer) -> Buffer:
-        """Add a norm over the residual stream's width, and return `out`."""
+        """Add a norm over the width of the residual stream. Return `out`."""
         self.add(norm(self.config, self.prefix + name, source, out))
         return out
 
@@ -95,14 +96,22 @@ class LayerBuilder:
         summed: bool = False,
         gate_scale: float = 1.0,
     ) -> None:
-        """Add a linear. modules: those that lie side by side in it; biased: the first of them that have a bias."""
+        """Add a linear that fuses modules.
+
+        Args:
+            name: by which adapters find the linear; "": adapters cannot change it.
+            modules: modules whose outputs lie side by side.
+            inputs: number of input elements.
+            biased: the first modules, those with a bias.
+            activation, gated, summed, gate_scale: see `Linear`.
+        """
         weight = Weight(tuple((f"{self.prefix}{module}.weight", rows) for module, rows in modules), (inputs,))
         parts = tuple((f"{self.prefix}{module}.bias", rows) for module, rows in biased)
         bias = Weight(parts) if parts else None
         self.add(Linear(source, out, weight, bias, self.number, name, activation, gated, summed, gate_scale))
 
     def decoder_layer(self) -> tuple[Operation, ...]:
-        """Return the operations of a layer: its mixers, and an MLP."""
+        """Return the operations of a layer with mixers and an MLP."""
         config = self.config
         mixers = config.mixers_of(self.number)
         if config.embedding_norm and not self.number:
@@ -115,7 +124,7 @@ class LayerBuilder:
         h = self.stream_norm("input_layernorm")
         scale = self._mix(h, mixers)
         if config.parallel:
-            # What lies beside experts reads what they read.
+            # H must stay unchanged for the shared expert, which reads it after the experts.
             beside = H if config.experts is None else MIXED_BESIDE
             self.mlp(self.norm("post_attention_layernorm", X, H) if config.mlp_norm else h, beside)
             self.add(Add(DELTA, beside, self.scale_of("mlp") / scale))
@@ -137,8 +146,10 @@ class LayerBuilder:
         return tuple(self.operations)
 
     def layer_input(self, source: Buffer) -> None:
-        """Add what the layer makes of its own embedding of the rows' tokens (Gemma 3n); DELTA gets the result. source:
-        what its gates read"""
+        """Compute the layer's result from its per-layer embedding of the rows' tokens (Gemma 3n) into DELTA.
+
+        Its gates are computed from `source`.
+        """
         size, hidden = self.config.layer_inputs, self.config.hidden
         gate = [("per_layer_input_gate", size)]
         self.linear("", gate, source, LAYER_INPUT, hidden, activation=self.config.activation)
@@ -147,7 +158,7 @@ class LayerBuilder:
         self.norm("post_per_layer_input_norm", DELTA, DELTA)
 
     def mlp_part(self, name: str) -> None:
-        """Add the MLP with its norms, and add its result to the residual stream. name: of the norm before the MLP"""
+        """Add the MLP with its norms, and add its result to the residual stream. `name` is the norm before the MLP."""
         h = self.stream_norm(name)
         self.mlp(h, DELTA)
         if self.out_norms:
@@ -157,38 +168,36 @@ class LayerBuilder:
             self.norm("post_feedforward_layernorm", X, X)
 
     def stream_norm(self, name: str) -> Buffer:
-        """Add the norm of the residual stream before a part of the layer, if there is one. Return what the part
-        reads."""
+        """Add the norm before a sublayer, if the layer has one. Return the buffer that the sublayer reads."""
         if not self.in_norms:
             return X
         return self.norm(name, X, H if self.config.sphere is None else X)
 
     def join_stream(self, scale: float, rate: str) -> None:
-        """Add the result of a part to the residual stream, or move the stream to it. rate: the tensor of how far"""
+        """Add DELTA to the residual stream. On the unit sphere, move the stream towards DELTA by the tensor `rate`."""
         if self.config.sphere is None:
             self.add(Add(X, DELTA, scale))
         else:
             self.add(Interpolate(X, DELTA, self._vector(rate, self.config.hidden), self.config.sphere.rates))
 
     def _vector(self, *names_and_rows: str | int) -> Weight:
-        """Return float32 numbers of tensors, given as a name, its rows, a name, its rows."""
+        """Return a float32 weight of several vectors. Arguments: a name, its size, a name, its size, ..."""
         parts = zip(names_and_rows[::2], names_and_rows[1::2], strict=True)
         return Weight(tuple((f"{self.prefix}{name}", int(rows)) for name, rows in parts), wide=True)
 
     def scale_of(self, part: str) -> float:
-        """Return what the result of a mixer, or of the MLP, is multiplied with before it is added."""
+        """Return the factor of the result of a mixer, or of "mlp", when it is added to the residual stream."""
         return self.config.residual_scale * self.config.part_scales.get(part, 1.0)
 
     def pick(self, *buffers: Buffer) -> None:
-        """Leave out the rows that are not read, in the last layer of a pass. buffers: those that further operations
-        read, beside the residual stream and the results of mixers"""
+        """Drop unread rows. `buffers` are further buffers that later operations read, beside X and mixer results."""
         before = (DELTA,) if self.mixed != DELTA else ()
         self.add(Pick(tuple(dict.fromkeys((X, *before, *buffers, *self.begun)))))
 
     def _mix(self, h: Buffer, mixers: Sequence[str]) -> float:
-        """Add what mixes rows along the sequence; DELTA gets the result. Return its scale. h: what it reads"""
+        """Add the mixers of the layer, which read `h` and fill DELTA. Return the factor of DELTA."""
         is_last = self.is_last
-        # Attention comes last: in the last layer it leaves out rows, which a mixer with a state has to read.
+        # Attention comes last: in the last layer it drops rows, but a mixer with a state needs all rows.
         first, *others = sorted(mixers, key=lambda name: name == ATTENTION)
         for name in (first, *others):
             self.mixed = DELTA if name == first else MIXED_BESIDE
@@ -203,20 +212,20 @@ class LayerBuilder:
         return self.scale_of(first)
 
     def attention(self, h: Buffer) -> None:
-        """Add attention of what `h` has; `mixed` gets the result."""
+        """Add attention, from `h` to `mixed`."""
         config = self.config
         if config.latent is not None:
             self._latent_attention(h, config.latent)
             return
         sizes, tied = self.plane.sizes or config.own_sizes, self.plane.tied
         heads, kv_heads, dim = config.heads, sizes.heads, sizes.dim
-        stride = 2 * dim if config.gated else dim  # a gate lies behind the queries of each head
+        stride = 2 * dim if config.gated else dim  # each head has a query, then its gates
         queries, size = heads * stride, kv_heads * dim
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
         keys, values = (k, size), (k if tied else v, size)
         q_modules, has_each = [(q, queries)], config.head_gates == "each"
         gates = [("self_attn.g_proj", heads * dim if has_each else heads)] if config.head_gates else []
-        beside_gates = gates if config.sphere is not None else []  # gates that are scaled are a linear of their own
+        beside_gates = gates if config.sphere is not None else []  # scaled gates need their own linear
         gates = [] if beside_gates else gates
         kv, q_buffer, qkv, attended = self.kv_buffer, *map(self._of_plane, (Q, QKV, ATTENDED))
         is_own = config.kv_layer(self.number) == self.number
@@ -259,7 +268,6 @@ class LayerBuilder:
         self.linear("o", o, attended, self.mixed, heads * dim, biased=o if config.o_bias else (), summed=True)
 
     def _latent_attention(self, h: Buffer, sizes: Latent) -> None:
-        """Add attention over latents."""
         config, heads, dim = self.config, self.config.heads, sizes.dim + sizes.tail
         biased = config.qkv_bias
         latents = [("self_attn.kv_a_proj_with_mqa", sizes.rank + sizes.tail)]
@@ -286,7 +294,7 @@ class LayerBuilder:
         self.linear("o", o, ATTENDED, self.mixed, heads * sizes.value_dim, biased=o if config.o_bias else ())
 
     def _norm_of(self, buffer: Buffer, size: int, name: str) -> None:
-        """Add a norm of the first numbers of a buffer."""
+        """Add a norm of the first `size` elements of a buffer."""
         self.add(Norm(buffer, buffer, Weight(((f"{self.prefix}{name}.weight", size),)), LATENT_EPS))
 
     def _rotate(self, source: Buffer, at: int, heads: int, dim: int, stride: int) -> None:
@@ -294,36 +302,38 @@ class LayerBuilder:
 
     @property
     def kv_buffer(self) -> Buffer:
-        """Return the buffer that has the keys and values that this layer's attention reads. It is kept if other layers
-        read them too."""
+        """Return the buffer of the keys and values that this layer reads.
+
+        Its name is unique if other layers read it too, so that it outlives the layer.
+        """
         of = self.config.kv_layer(self.number)
         return f"{KV}@{of}" if self.config.kv_layers.count(of) > 1 else self._of_plane(KV)
 
     @property
     def plane(self) -> Plane:
-        """Return the layer's plane. A layer that no visit of a looped model names is like the first one."""
+        """Return the layer's plane. A layer that a looped model never visits gets the first plane."""
         config = self.config
         is_visited = config.kv_layer(self.number) in config.visited
         return config.planes[config.plane_of(self.number) if is_visited else 0]
 
     def _of_plane(self, buffer: Buffer) -> Buffer:
-        """Return the name of a buffer whose width depends on the sizes of the layer's plane."""
+        """Return a name that differs between planes of different sizes, because buffers have one width."""
         sizes = self.plane.sizes
         return buffer if sizes is None else f"{buffer}:{sizes.heads}x{sizes.dim}"
 
     def _norm_values(self, buffer: Buffer, at: int, sizes: KVSizes) -> None:
-        """Add the norm of value heads, which begin at `at`, if the model has it."""
+        """Add the norm of value heads, which start at `at`, if the model has one."""
         if self.config.value_norm:
             dim = sizes.value_dim
             self.add(NormHeads(buffer, at, sizes.heads, dim, dim, self.config.norm_eps))
 
     def _biased(self, of_qk: Sequence[Module], of_v: Sequence[Module]) -> list[Module]:
-        """Return which of these modules have a bias."""
+        """Return the modules with a bias."""
         config = self.config
         return [*of_qk, *of_v] if config.qkv_bias else [*of_qk] if config.qk_bias else []
 
     def _rope(self, source: Buffer, at: int, heads: int, dim: int, stride: int, name: str) -> None:
-        """Add the norm and the rotation of some heads, and the factor of queries. name: of the norm"""
+        """Add the norm and the rotation of some heads, and the factors of queries. `name` is the norm."""
         config, weight, head_norm = self.config, None, None
         if isinstance(config.qk_norm, HeadNorm):
             head_norm = self._head_norm(config.qk_norm, source, at, heads, dim, stride, name)
@@ -355,7 +365,6 @@ class LayerBuilder:
     def _head_norm(
         self, kind: HeadNorm, source: Buffer, at: int, heads: int, dim: int, stride: int, name: str
     ) -> NormHeads:
-        """Return the norm of some heads."""
         config, tensor = self.config, f"{self.prefix}self_attn.{name}"
 
         def weight(end: str) -> Weight:
@@ -370,14 +379,17 @@ class LayerBuilder:
         return NormHeads(source, at, heads, dim, stride, config.norm_eps, own, bias, kind.kind)
 
     def _inner_norm(self, name: str, buffer: Buffer, size: int, whole: int | None) -> None:
-        """Add a norm before the last linear of a part. whole: numbers of all ranks; None: this one has all"""
+        """Add a norm before the last linear of a sublayer.
+
+        `whole` is the number of elements on all ranks; None: this rank has all.
+        """
         kind = self.config.norm if self.config.norm == "unit" else "rms"
         is_bare = kind == "unit" and not self.config.norm_weight
         weight = None if is_bare else Weight(((f"{self.prefix}{name}.weight", size),))
         self.add(Norm(buffer, buffer, weight, self.config.norm_eps, kind=kind, whole=whole or 0, size=size))
 
     def mlp(self, h: Buffer, out: Buffer) -> None:
-        """Add the MLP, of the kind that the config names, of what `h` has."""
+        """Add the MLP kind that the config names for this layer."""
         kind = self.config.mlp_of(self.number)
         if kind not in MLPS:
             raise UnsupportedModelError(f"mlp is {kind!r}; it must be one of {', '.join(MLPS)}")
@@ -386,8 +398,14 @@ class LayerBuilder:
     def gated_mlp(
         self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True, summed: bool = True
     ) -> None:
-        """Add activation(gate) * up, and down. width: of the inside; named: whether adapters may add to it; summed:
-        whether the result is the sum over all ranks"""
+        """Add down(activation(gate) * up).
+
+        Args:
+            width: inner width.
+            prefix: of the module names.
+            named: adapters can change its linears.
+            summed: sum the result over all ranks.
+        """
         config = self.config
         gate_up = [(f"{prefix}gate_proj", width), (f"{prefix}up_proj", width)]
         self._mlp(h, out, gate_up, [(f"{prefix}down_proj", config.hidden)], named, gated=True, summed=summed)
@@ -395,7 +413,7 @@ class LayerBuilder:
     def plain_mlp(
         self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True, summed: bool = True
     ) -> None:
-        """Add activation(up), and down. The arguments are those of `gated_mlp`."""
+        """Add down(activation(up)), with the arguments of `gated_mlp`."""
         up, down = [(f"{prefix}up_proj", width)], [(f"{prefix}down_proj", self.config.hidden)]
         self._mlp(h, out, up, down, named, gated=False, summed=summed)
 
@@ -444,22 +462,20 @@ class LayerBuilder:
 
 
 def decoder_layer(builder: LayerBuilder) -> tuple[Operation, ...]:
-    """Return the operations of a layer of attention and an MLP."""
+    """Return the operations of a layer with mixers and an MLP. This is the default `ModelConfig.layer_builder`."""
     return builder.decoder_layer()
 
 
 @dataclass(frozen=True, slots=True)
 class MlpKind:
-    """An MlpKind says what the MLP of a layer is; `ModelConfig.mlp` names it.
+    """A kind of MLP, which `ModelConfig.mlp` names."""
 
-    build  adds the operations of the MLP to a layer; it takes the buffer that they read, and the one that they fill
-    """
-
+    # Adds the operations of the MLP to a layer; takes the input buffer and the buffer for the result.
     build: Callable[[LayerBuilder, Buffer, Buffer], None]
 
 
 def add_mlp(name: str, kind: MlpKind) -> None:
-    """Add a kind of MLP, which configs may name."""
+    """Register a kind of MLP. Configs name it in `mlp`."""
     MLPS[name] = kind
 
 
@@ -472,8 +488,10 @@ def _build_plain(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
 
 
 def _build_beside(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
-    """Add a gated MLP, and a mixture of experts beside it; each of the three, with the router, has a norm of its own,
-    and experts have factors (Gemma 4)."""
+    """Add a gated MLP and a mixture of experts whose results are added (Gemma 4).
+
+    The MLP, the experts and the router each have their own norm, and the experts have further factors.
+    """
     hidden, mixture = builder.config.hidden, builder.config.experts
     _build_gated(builder, h, out)
     builder.norm("post_feedforward_layernorm_1", out, out)
@@ -489,10 +507,10 @@ def _build_beside(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
 def _build_experts(
     builder: LayerBuilder, h: Buffer, out: Buffer, by: Buffer | None = None, scales: Weight | None = None
 ) -> None:
-    """Add a mixture of experts, and the MLP beside it. by, scales: as of Experts"""
+    """Add a mixture of experts, and the shared expert if there is one. `by` and `scales` are fields of `Experts`."""
     mixture, hidden, mlp = builder.config.experts, builder.config.hidden, f"{builder.prefix}mlp."
     if mixture is None:
-        raise UnsupportedModelError("mlp is 'experts', and the config has no mixture")
+        raise UnsupportedModelError("mlp is 'experts', but the config has no Mixture in `experts`")
     names = [f"{mlp}experts.{number}." for number in range(mixture.count)]
     inner = ("gate", "up") if mixture.gated else ("up",)
     source, given, inputs = (LATENT, LATENT_OUT, mixture.latent) if mixture.latent else (h, out, hidden)
@@ -513,7 +531,8 @@ def _build_experts(
     if mixture.latent:
         latent("in", h, LATENT, mixture.latent, hidden)
     corrected = Weight(((f"{mlp}gate.correction", mixture.count),), wide=True) if mixture.corrected else None
-    # What all ranks have is summed once, if there are no biases, which are added once.
+    # Without biases, one sum over ranks covers the experts and the shared expert. Biases must be added once, so each
+    # result is then summed by itself.
     biased = mixture.biases or builder.config.mlp_bias
     together = mixture.shared > 0 and not mixture.latent and not biased
     builder.add(
@@ -568,29 +587,27 @@ MLPS = {
 
 @dataclass(frozen=True, slots=True)
 class MixerKind:
-    """A MixerKind says what a layer with a state has in place of attention; `ModelConfig.mixers` names it.
+    """A kind of mixer with a state, which replaces attention in a layer. `ModelConfig.mixers` names it."""
 
-    build   adds the operations of the mixer to a layer. It takes the buffer that they read; they fill `builder.mixed`
-    states  returns the shapes of a layer's state, of a config
-    """
-
+    # Adds the operations of the mixer to a layer; takes the input buffer, and fills the buffer `builder.mixed`.
     build: Callable[[LayerBuilder, Buffer], None]
-    states: Callable[[ModelConfig], tuple[StateShape, ...]]
+    states: Callable[[ModelConfig], tuple[StateShape, ...]]  # returns the shapes of a layer's state
 
 
 MIXERS: dict[str, MixerKind] = {}
 
 
 def add_mixer(name: str, kind: MixerKind) -> None:
-    """Add a kind of mixer, which configs may name."""
+    """Register a kind of mixer with a state. Configs name it in `mixers`."""
     MIXERS[name] = kind
 
 
 def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
-    """Return the program of a decoder, whose layers `config.layer_builder` makes.
+    """Return the program of a decoder.
 
-    config  with the sizes of this rank's part of the layers
-    copies  how many ranks have each KV head
+    Args:
+        config: with the sizes of this rank's part of the layers. Its `layer_builder` builds each layer.
+        copies: ranks that hold each KV head.
     """
     hidden, vocabulary = config.hidden, config.vocab_size
     table = Weight(((EMBEDDING, vocabulary),), (hidden,))
@@ -620,8 +637,10 @@ def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
 
 
 def _begin(config: ModelConfig) -> tuple[Operation, ...]:
-    """Return what computes, before the first layer, what each layer has of a row beside the residual stream: the sum of
-    an embedding of its own and of a linear of the first one (Gemma 3n)."""
+    """Return the operations that compute the per-layer inputs of all layers (Gemma 3n and 4), before the first layer.
+
+    An input is the sum of a per-layer embedding of the token and a linear of its ordinary embedding.
+    """
     size, hidden, layers = config.layer_inputs, config.hidden, config.layers
     if not size:
         return ()
@@ -639,8 +658,10 @@ def _begin(config: ModelConfig) -> tuple[Operation, ...]:
 
 
 def norm(config: ModelConfig, name: str, source: Buffer, out: Buffer) -> Norm:
-    """Return a norm over the width of the residual stream. It is wide if it is stored less one: 1 + w would lose the
-    last bits of w."""
+    """Return a norm over the width of the residual stream.
+
+    It is float32 if the checkpoint stores the weights minus 1, because rounding 1 + w would lose the last bits of w.
+    """
     if not config.norm_weight:
         return Norm(source, out, None, config.norm_eps, kind=config.norm, size=config.hidden)
     weight = Weight(((f"{name}.weight", config.hidden),), offset=config.norm_offset, wide=bool(config.norm_offset))
@@ -650,8 +671,10 @@ def norm(config: ModelConfig, name: str, source: Buffer, out: Buffer) -> Norm:
 
 
 def score_head(config: ModelConfig) -> tuple[Linear, ...]:
-    """Return the linears of a classification head; none if there is no such head. It is float32: it costs next to
-    nothing, and scores are compared."""
+    """Return the linears of the classification head; () if there is none.
+
+    They are float32: they cost next to nothing, and their scores are compared.
+    """
     if not config.num_labels:
         return ()
 
@@ -665,13 +688,15 @@ def score_head(config: ModelConfig) -> tuple[Linear, ...]:
 
 
 def widths_of(config: ModelConfig, layers: Iterable[Iterable[Operation]]) -> dict[Buffer, int]:
-    """Return the width of each buffer that the operations name. Raise ValueError if two operations fill a buffer with
-    rows of different widths: products take whole rows."""
+    """Return the width of each buffer. Raise ValueError if operations fill a buffer with different widths.
+
+    A buffer needs one width because kernels multiply whole rows.
+    """
     widths = dict.fromkeys((X, H, DELTA, OUT), config.hidden)
     for layer in layers:
         for operation in layer:
             if (filled := operation.fills) is not None:
                 buffer, width = filled
                 if widths.setdefault(buffer, width) != width:
-                    raise ValueError(f"the buffer {buffer!r} has rows of {widths[buffer]} numbers, and of {width}")
+                    raise ValueError(f"the buffer {buffer!r} has rows of {widths[buffer]} and of {width} elements")
     return widths

@@ -15,10 +15,10 @@ from .sources import TensorSource
 
 
 def settled_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
-    """Return the config with the LM head that the checkpoint has in fact, as transformers sees it.
+    """Return the config with the LM head that the checkpoint really has, as transformers sees it.
 
-    A head that should be there and is not (embedding models) is none: `logits` says so. A head that should be tied, but
-    is saved with other values than the embedding, is not tied.
+    If the LM head is missing (embedding models), the config gets no LM head, and asking for logits is an error. If a
+    tied head is saved with other values than the embedding, it becomes untied.
     """
     saved = source.shapes.get(LM_HEAD)
     if not config.lm_head or (saved is None) == config.tie_embeddings:
@@ -33,11 +33,8 @@ def settled_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], source: TensorSource) -> None:
-    """Raise CheckpointError, with the names of the tensors, if some are missing, unexpected or misshapen.
-
-    expected: the shapes that the model wants, by name
-    """
-    # A tied head may be saved beside the embedding it is tied to, and a head that is not asked for beside a classifier.
+    """Raise CheckpointError if tensors are missing, unexpected or misshapen. `expected` maps names to shapes."""
+    # An LM head may be saved although it is tied to the embedding, or although the model is a classifier.
     unexpected = sorted(set(source.shapes) - set(expected) - {LM_HEAD})
     missing = sorted(set(expected) - set(source.shapes))
     misshapen = [

@@ -1,4 +1,4 @@
-"""What a model is, as data: sizes, options, positions, planes. No torch."""
+"""A model as data: sizes, options, positions and KV planes. No torch."""
 
 from __future__ import annotations
 
@@ -18,36 +18,29 @@ SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "int
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """A RopeConfig says how q and k are rotated by position.
+    """Settings of the rotary embedding (RoPE) of q and k."""
 
-    kind      "default", "linear", "llama3", "yarn", "longrope", "proportional" or "factors"; "none": layers of this
-              kind turn nothing
-    theta     the base of the frequencies
-    settings  those of the kind
-    share     how much of each head is turned: its first numbers
-    """
-
-    kind: str = "default"
-    theta: float = 10000.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    share: float = 1.0
+    kind: str = "default"  # a key of `rotary.KINDS`; "none": no rotation
+    theta: float = 10000.0  # base of the frequencies
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of this kind
+    share: float = 1.0  # rotated share of each head, from its first element on
 
     def turned(self, head_dim: int) -> int:
-        """Returns how many numbers of each head are turned."""
+        """Return the number of rotated elements per head."""
         return int(head_dim * self.share)
 
 
 STILL = RopeConfig("none")
-ATTENTION = "attention"  # the mixer that has keys and values
+ATTENTION = "attention"  # the mixer with keys and values
 
 
 def head_order(head_dim: int, turned: int, interleaved: bool, swapped: bool = False) -> tuple[int, ...] | None:
-    """Returns the place in a checkpoint's head of each number of a head of q or k here; None: the places are the same.
+    """Return the checkpoint's position of each element of a q or k head; None if the order is the same.
 
-    Here the first half of a head is turned against the second one, and the numbers that are not turned are those of a
-    frequency of 0. A checkpoint has the `turned` numbers first, one half behind the other, or number by number in turn
-    (interleaved). swapped: the halves of a head, which is turned as a whole, change their places. The scores of
-    attention do not depend on the order of a head's numbers.
+    prefold rotates the first half of a head against the second half. Elements that do not rotate have frequency 0. A
+    checkpoint stores the `turned` rotated elements first: one half after the other, or interleaved pairs. With
+    `swapped`, the two halves of a fully rotated head change places. Reordering the elements of q and k alike does not
+    change attention scores.
     """
     if swapped:
         return (*range(head_dim // 2, head_dim), *range(head_dim // 2))
@@ -61,88 +54,70 @@ def head_order(head_dim: int, turned: int, interleaved: bool, swapped: bool = Fa
 
 @dataclass(frozen=True, slots=True)
 class KVSizes:
-    """The sizes of a row's keys and values in a plane.
+    """The sizes of a row's keys and values in a plane."""
 
-    heads      KV heads
-    dim        numbers of a key, and of a query head
-    value_dim  numbers of a value
-    in_keys    whether a value is the first numbers of its key, which then are kept once
-    """
-
-    heads: int
-    dim: int
-    value_dim: int
-    in_keys: bool = False
+    heads: int  # KV heads
+    dim: int  # elements per key, and per query head
+    value_dim: int  # elements per value
+    in_keys: bool = False  # the value is the start of its key, so only the key is stored
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers of a row are kept."""
+        """Return the number of elements stored per row."""
         return self.heads * (self.dim if self.in_keys else self.dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """A Plane is one KV layer: a layer, or one visit's layer where layers are visited several times.
+    """One KV layer: a layer of the model, or one visit of a layer in a looped model."""
 
-    window  the sliding window: a key is visible while position(query) - position(key) < window; None: always
-    rope    the rotary settings of this layer; None: the model's
-    sizes   of its keys and values; None: kv_heads heads of head_dim. Planes with one window have one size
-    tied    values are what the linear of keys gives
-    """
-
+    # Sliding window: a key is visible while position(query) - position(key) < window. None: no limit.
     window: int | None = None
-    rope: RopeConfig | None = None
-    sizes: KVSizes | None = None
-    tied: bool = False
+    rope: RopeConfig | None = None  # None: the model's
+    sizes: KVSizes | None = None  # None: kv_heads heads of head_dim. Planes with the same window have the same sizes
+    tied: bool = False  # values are the output of the key projection
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """A HeadNorm is a norm over each query head and each key head, where it is not an RMS norm before the rotation.
+    """A norm over each query head and each key head, other than the usual RMSNorm before the rotation."""
 
-    kind    "rms", "layer": LayerNorm, or "unit": to a length of 1
-    weights  "shared" by all heads; "each": every head has its own, in one tensor; "apart": each in a tensor of its own;
-             "none"
-    biased   whether a LayerNorm has biases
-    after    whether heads are rotated first
-    """
-
-    kind: Literal["rms", "layer", "unit"] = "rms"
+    kind: Literal["rms", "layer", "unit"] = "rms"  # RMSNorm, LayerNorm, or normalization to length 1
+    # "shared" by all heads; "each": weights per head, in one tensor; "apart": one tensor per head; "none"
     weights: Literal["shared", "each", "apart", "none"] = "shared"
-    biased: bool = False
-    after: bool = False
+    biased: bool = False  # only for LayerNorm
+    after: bool = False  # after the rotation, not before
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of experts: MLPs of a layer, of which each row goes through some.
+    """A mixture of experts (MoE): each row goes through a few of a layer's MLPs.
 
-    count        experts of a layer
-    chosen       experts that a row goes through: those with the largest scores
-    width        of an expert
-    score        what the router's logits become: "softmax" over all experts, or "sigmoid" of each; or "sparsemixer":
-                 each choice has a softmax of its own (Phi 3.5 MoE, arXiv 2409.12136)
-    normalised   whether the weights of the chosen experts are divided by their sum
-    least_sum    what the weights are divided by if their sum is smaller
-    tolerance    of "sparsemixer". The softmax of a choice leaves out the experts that were chosen before, and those
-                 whose logit x is far from the largest one, t: (t - x) / max(|x|, t) is more than this
-    scale        factor of the weights
-    corrected    whether the router has a number for each expert that is added to its score when experts are chosen, and
-                 not to its weight; "logits": it is added to the logit
-    groups       equal groups of experts; a row goes through experts of the best `chosen_groups` alone. The best group
-                 has the largest sum of its `group_best` largest scores
-    chosen_groups
-    group_best
-    shared       width of an MLP beside the experts that every row goes through; 0: there is none
-    shared_gate  whether its result is multiplied with the sigmoid of a linear with one output
-    shared_scale  factor of its result
-    biases       whether the router and the experts have biases
-    clamped      whether an expert is that of gpt-oss: of gates g, at most 7, and of up u, within 7, it computes
-                 g * sigmoid(1.702 g) * (1 + u)
-    gated        whether an expert, and the MLP beside the experts, has a gate: activation(gate) * up; else it is
-                 activation(up)
-    latent       experts read and give so many numbers, between two linears that all experts of a layer share; 0: they
-                 read and give what the MLP does
+    Attributes:
+        count: experts per layer.
+        chosen: experts per row: the experts with the largest scores.
+        width: inner width of an expert.
+        score: maps router logits to scores: "softmax" over all experts, or "sigmoid" of each logit. "sparsemixer":
+            every choice has its own softmax (Phi 3.5 MoE, arXiv 2409.12136).
+        normalised: divide the weights of the chosen experts by their sum.
+        least_sum: lower bound for that divisor.
+        tolerance: for "sparsemixer". With the largest remaining logit t, the softmax leaves out experts chosen before,
+            and each logit x with (t - x) / max(|x|, t) > tolerance.
+        scale: factor of the weights.
+        corrected: the router has a bias per expert that is added to its score for the choice only, not for its weight.
+            "logits": the bias is added to the logit instead.
+        groups: number of equal groups of experts. A row uses experts from the best `chosen_groups` groups only.
+        chosen_groups: groups per row.
+        group_best: a group is rated by the sum of its `group_best` largest scores.
+        shared: inner width of the shared expert, an MLP for every row beside the chosen experts; 0: no shared expert.
+        shared_gate: multiply the shared expert's result by the sigmoid of a linear with one output.
+        shared_scale: factor of the shared expert's result.
+        biases: router and experts have biases.
+        clamped: experts of gpt-oss. With gate g clamped to at most 7 and up u to [-7, 7]: g * sigmoid(1.702 g) * (1 +
+            u).
+        gated: experts and the shared expert compute activation(gate) * up; otherwise activation(up).
+        latent: input and output width of the experts, which lie between two linears shared by all experts of a layer;
+            0: the width of the residual stream.
     """
 
     count: int
@@ -167,153 +142,141 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not 0 < self.chosen <= self.count:
-            raise UnsupportedModelError(f"each row goes through {self.chosen} experts of {self.count}")
+            raise UnsupportedModelError(
+                f"chosen is {self.chosen}; it must be from 1 to the number of experts, {self.count}"
+            )
         if self.count % self.groups or not 0 < self.chosen_groups <= self.groups:
             raise UnsupportedModelError(
-                f"{self.count} experts in {self.groups} groups, of which a row goes through {self.chosen_groups}"
+                f"count is {self.count}, groups {self.groups} and chosen_groups {self.chosen_groups}; count must be a "
+                "multiple of groups, and chosen_groups from 1 to groups"
             )
         if self.chosen > self.count // self.groups * self.chosen_groups:
             raise UnsupportedModelError(
-                f"each row goes through {self.chosen} experts, and {self.chosen_groups} groups have "
-                f"{self.count // self.groups * self.chosen_groups}"
+                f"chosen is {self.chosen}, but {self.chosen_groups} groups have only "
+                f"{self.count // self.groups * self.chosen_groups} experts"
             )
         if self.score == "sparsemixer" and (self.corrected or self.groups > 1):
-            raise UnsupportedModelError("sparsemixer goes neither with corrected scores nor with groups of experts")
+            raise UnsupportedModelError("sparsemixer does not support corrected scores or groups of experts")
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """The sizes of attention whose keys and values are made of latents (MLA).
+    """The sizes of multi-head latent attention (MLA), in elements."""
 
-    rank        numbers of a latent
-    query_rank  numbers of what queries are made of; 0: of the residual stream itself
-    dim         numbers of a key without its tail
-    tail        the last numbers of a key, which are rotated and which all heads share
-    value_dim   numbers of a value
-    """
-
-    rank: int
-    query_rank: int
-    dim: int
-    tail: int
+    rank: int  # of a latent, from which keys and values are computed
+    query_rank: int  # of a query latent; 0: queries are computed from the residual stream
+    dim: int  # of a key without its tail
+    tail: int  # the rotated end of a key, shared by all heads
     value_dim: int
 
     @property
     def kept(self) -> KVSizes:
-        """Return the sizes of what a plane keeps of a row."""
+        """Return the sizes of a row in the KV store: the latent, then the tail."""
         return KVSizes(1, self.rank + self.tail, self.rank, in_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Sphere:
-    """The factors of what models on the unit sphere learn (Loshchilov et al. 2024, nGPT): of each vector of the
-    checkpoint, what its numbers are multiplied with.
+    """The factors of the learned vectors of an nGPT model (Loshchilov et al. 2024), one per kind of vector.
 
-    The residual stream is normed in place before each part of a layer, and then moves towards what the part gives.
-
-    queries  of `sqk`, whose squares multiply queries after their rotation
-    gates    of `s_gate`, whose squares multiply the gates of attention before the sigmoid
-    inside   of `suv_gate` and `suv_up`, which multiply gate and up of an MLP
-    rates    of `lambda_1` and `lambda_2`, which say how far the stream moves towards attention's and the MLP's result
-    logits   of `logit_scale`, which multiplies the products of the LM head
+    The residual stream is normed in place before each sublayer, and then moves towards the sublayer's result.
     """
 
-    queries: float
-    gates: float
-    inside: float
-    rates: float
-    logits: float
+    queries: float  # for `sqk`, whose squares multiply the rotated queries
+    gates: float  # for `s_gate`, whose squares multiply the gates of attention before the sigmoid
+    inside: float  # for `suv_gate` and `suv_up`, which multiply gate and up of an MLP
+    rates: float  # for `lambda_1` and `lambda_2`: how far the stream moves towards the result of attention and the MLP
+    logits: float  # for `logit_scale`, which multiplies the output of the LM head
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The shape of one of the arrays that a layer's state consists of.
-
-    shape    of one state
-    is_wide  whether it is float32 whatever the model's dtype is
-    """
+    """The shape of one array of a layer's state. A state may have several arrays."""
 
     shape: tuple[int, ...]
-    is_wide: bool = False
+    is_wide: bool = False  # always float32, whatever the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A ModelConfig describes a decoder, whose layers norm what they read of the residual stream.
+    """A decoder as data. Subclasses describe models that need more (loops, images), and override methods.
 
-    Models that are more than that have configs of subclasses, which override what differs.
+    A sublayer is the attention, another mixer or the MLP of a layer. By default it reads a norm of the residual stream,
+    and its result is added to the stream.
 
-    model          the module and the class of the model that is built
-    layer_builder  the module and the function that makes the operations of a layer, of a `builders.LayerBuilder`
-    loading        the module whose `load_model` and `load_adapter` load it; empty: those of `prefold.model`
-    layers         layers with weights of their own
-
-    rope           rotary settings; None: nothing is rotated, and each of max_positions has an embedding
-    norm           of the residual stream: RMS norm, LayerNorm, or the norm to a length of 1 ("unit")
-    sphere         the factors of a model on the unit sphere (nGPT); None: the results of parts are added
-    norm_bias      whether a LayerNorm has a bias
-    mlp            the kind of MLP, of all layers or one for each: "gated", activation(gate) * up; "plain",
-                   activation(up); "experts", the mixture; "none"; or one that was added with `add_mlp`
-    experts        the mixture of the layers whose MLP is one
-    mixers         of each layer, what mixes rows along the sequence: "attention", the name of a mixer with a state
-                   (`builders.add_mixer`), both with "+" between, whose results are added, or "none"; (): all layers
-                   have attention
-    part_scales    factors of the results of mixers, and of MLPs ("mlp"), by their names, beside residual_scale
-    sizes          the numbers that the mixers with states need, by names of theirs
-    qkv_bias, o_bias, mlp_bias   biases of those linears; qk_bias: of q and k, and not of v
-    qk_norm        an RMS norm over head_dim on every query and key head, before the rotation; or another HeadNorm
-    row_qk_norm    an RMS norm over all query heads of a row, and another over its key heads, before the rotation
-    in_norms       norms on what attention and the MLP read: in all layers, or in those for which there is True
-    out_norms      norms on what attention and the MLP give, before it is added to the residual stream; likewise
-    inner_norms    RMS norms on what attention and the MLP give before their last linears
-    embedding_norm a norm on the residual stream before the first layer
-    value_norm     an RMS norm without a weight over head_dim on every value head
-    norm_weight    whether norms have weights
-    sum_norms      RMS norms on the residual stream after each of these is added, which then is what the norm gives
-    norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
-    parallel       the MLP reads what attention reads, and both results are added to the residual stream together
-    mlp_norm       in a parallel layer the MLP has a norm of its own
-    mlp_widths     of each layer the width of its MLP; (): intermediate
-    layer_inputs   each layer adds what it makes of so many numbers, which tokens have for it in an embedding beside
-                   the first one; 0: it does not
-    layer_vocab    rows of that embedding: tokens behind the last one have row 0; 0: vocab_size
-    layer_scales   after each layer the residual stream is multiplied with a number of the layer
-    activation     of the MLP: one of Linear, or "xielu" of an MLP without a gate
-    gate_scale     what the gates of a gated MLP are multiplied with before the activation; not those of experts
-    gated          what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
-    head_gates     what a head of attention gives is multiplied with the sigmoid of a gate, which is computed beside q;
-                   "each": each of its numbers has a gate
-    rotated_dim    how many numbers of each head are rotated, its first ones; None: all
-    first_position the row of the learned embedding that position 0 has
-    query_growth   (rate, period): queries are multiplied with 1 + rate * log(1 + floor(position / period)); None: not
-    embedding_scale   what the embedding is multiplied with, rounded to the model's dtype
-    residual_scale    what the results of attention and of the MLP are multiplied with
-    query_scalar   attention multiplies q k with its inverse root; None: head_dim
-    sinks          attention has, of each head, a number beside the scores in the softmax, which has no value
-    attention_cap  scores s of attention become cap * tanh(s / cap); None: they stay
-    logit_scale    what logits are multiplied with
-    logit_cap      logits become cap * tanh(logit / cap) after that; None: they stay
-    lm_head_bias   whether something is added to the products of the LM head
-    lm_head        whether there may be logits at all (a bare encoder or a classifier has none)
-    num_labels     rows of the classification head; None: no such head
-    head_bias      whether a head of one linear has a bias
-    head_layers    1: one linear. 2: linear, ReLU, linear, with biases (reward models)
-    labels         names of the head's rows, in order; empty when the checkpoint names none
-    pad_id         the padding token, whose rows at the end of a text a classification head does not read; None: the
-                   head reads the last row
-    planes         one for each layer with keys and values that a pass goes through, in its order
-    latent         attention is over latents of these sizes; None: over keys and values
-    kv_layers      of each layer the layer whose keys and values its attention reads: its own, or those of an earlier
-                   layer; (): each reads its own
-    names          what tensors and modules are called in checkpoints, and which of them are stored as one
-    dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
-    kv_dtype       the dtype of keys and values in a KV store; None: that of rows
-    invariant      whether the result of a row is the same, bit for bit, whatever other rows a step has
-    whole          the config of the whole model, where this one has the sizes of a rank's part
+    Attributes:
+        layers: layers with their own weights. A looped model visits a layer more than once.
+        rope: rotary settings; None: no rotation, and each of the max_positions positions has an embedding.
+        norm: norm of the residual stream: "rms" (RMSNorm), "layer" (LayerNorm) or "unit" (to length 1).
+        sphere: factors of a model on the unit sphere (nGPT); None: results of sublayers are added to the stream.
+        norm_bias: LayerNorms have biases.
+        mlp: kind of MLP, for all layers or one per layer: "gated", activation(gate) * up; "plain", activation(up);
+            "experts", the mixture; "none"; or a name added with `add_mlp`.
+        experts: the mixture of experts, for layers whose MLP is "experts".
+        mixers: what mixes rows along the sequence, per layer: "attention", a mixer with a state (a name added with
+            `add_mixer`), "none", or names joined by "+", whose results are added. (): attention in all layers.
+        part_scales: factor of a mixer's result by the mixer's name, or of the MLP's by "mlp". Multiplies
+            residual_scale.
+        sizes: sizes of mixers with a state, by names that the mixers define.
+        qkv_bias: the q, k and v projections have biases.
+        qk_bias: the q and k projections have biases, the v projection has none.
+        o_bias: the output projection of attention has a bias.
+        mlp_bias: the linears of the MLP have biases.
+        qk_norm: RMSNorm over head_dim on every query head and key head, before the rotation; or another HeadNorm.
+        row_qk_norm: RMSNorm over all query heads of a row together, and over all key heads, before the rotation.
+        in_norms: norm before each sublayer, for all layers or per layer.
+        out_norms: norm of each sublayer's result before it is added to the residual stream, for all layers or per
+            layer.
+        inner_norms: RMSNorm before the last linear of attention and of the MLP.
+        embedding_norm: norm of the residual stream before the first layer.
+        value_norm: RMSNorm without a weight over head_dim, on every value head.
+        norm_weight: norms have weights.
+        sum_norms: RMSNorm of the residual stream after each addition; its result becomes the residual stream.
+        norm_offset: added to the checkpoint's norm weights (1: they are stored minus 1).
+        parallel: the MLP reads the input of attention, and both results are added to the residual stream together.
+        mlp_norm: in a parallel layer, the MLP has its own norm.
+        mlp_widths: inner width of the MLP per layer; (): intermediate.
+        layer_inputs: width of the per-layer embeddings of tokens (Gemma 3n and 4), from which each layer computes a
+            further result; 0: no per-layer embeddings.
+        layer_vocab: rows of the per-layer embedding; token ids beyond it use row 0. 0: vocab_size.
+        layer_scales: after each layer, the residual stream is multiplied by a scalar weight of the layer.
+        activation: of the MLP: an activation of `Linear`, or "xielu" (only for MLPs without a gate).
+        gate_scale: factor of the gates of a gated MLP before the activation; not used for experts.
+        gated: the output of attention is multiplied by the sigmoid of gates that are computed with q, one per element.
+        head_gates: the output of each attention head is multiplied by the sigmoid of a gate computed with q; "each":
+            one gate per element.
+        rotated_dim: size of the rotated start of each head; None: the whole head.
+        first_position: row of the learned position embedding for position 0.
+        query_growth: (rate, period): queries are multiplied by 1 + rate * log(1 + floor(position / period)); None: no
+            growth.
+        embedding_scale: factor of the embedding, rounded to the model's dtype.
+        residual_scale: factor of the results of attention and of the MLP.
+        query_scalar: attention scores are divided by its square root; None: head_dim.
+        sinks: each head has an extra logit in the softmax that belongs to no key and no value.
+        attention_cap: attention scores s become cap * tanh(s / cap); None: no cap.
+        logit_scale: factor of the logits.
+        logit_cap: logits become cap * tanh(logit / cap), after logit_scale; None: no cap.
+        lm_head_bias: the LM head has a bias.
+        lm_head: the model can compute logits. A bare encoder or a classifier cannot.
+        num_labels: outputs of the classification head; None: no classification head.
+        head_bias: a classification head of one linear has a bias.
+        head_layers: 1: one linear; 2: linear, ReLU, linear, with biases (reward models).
+        labels: names of the classification head's outputs, in order; empty if the checkpoint has no names.
+        pad_id: padding token. A classification head reads the last row before the padding; None: the last row.
+        planes: one KV plane per layer with its own keys and values, in the order of a forward pass.
+        latent: sizes of latent attention (MLA); None: ordinary keys and values.
+        kv_layers: per layer, the layer whose keys and values its attention reads: itself or an earlier one. (): itself.
+        names: names of tensors and modules in checkpoints, and which of them are fused.
+        dtype: dtype of the checkpoint's tensors ("bfloat16", ...), if the checkpoint says it.
+        kv_dtype: dtype of keys and values in the KV store; None: the compute dtype.
+        invariant: a row's result is bit-equal whatever other rows a step has.
+        whole: the config of the whole model, if this config has the sizes of one rank's part.
     """
 
-    model: ClassVar[str] = "prefold.worker.torch.model:CausalLM"
+    model: ClassVar[str] = "prefold.worker.torch.model:CausalLM"  # "module:class" of the PyTorch model
+    # Module whose `load_model` and `load_adapter` load it. Empty: prefold.worker.torch.load and .lora.
     loading: ClassVar[str] = ""
+    # "module:function" that takes a `builders.LayerBuilder` and returns the operations of a layer.
     layer_builder: ClassVar[str] = "prefold.model.builders:decoder_layer"
 
     vocab_size: int
@@ -386,15 +349,16 @@ class ModelConfig:
     whole: ModelConfig | None = field(default=None, repr=False, compare=False)
 
     def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **options: Any) -> Any:
-        """Returns what reads the images of items (`ImageInputs`); None: the model takes text alone.
+        """Return the reader of images in items (`ImageInputs`); None if the model takes text alone.
 
-        table    gives the rows of images their ids; None: one of its own
-        options  of `features.images.reading.reader_of`: how images are read
+        Args:
+            table: assigns ids to the rows of images; None: a new table.
+            options: options of `features.images.reading.reader_of`.
         """
         return None
 
     def check_exits(self, exits: Exits) -> None:
-        """Raises InputError for exits that rows of this model cannot have, whatever runs it."""
+        """Raise InputError for exits that this model cannot have with any executor."""
         refuse_exits(exits)
 
     def __post_init__(self) -> None:
@@ -403,199 +367,207 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UnsupportedModelError(f"{name} is {value!r}; it must be a positive integer")
         if self.heads % self.kv_heads:
-            raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
+            raise UnsupportedModelError(f"heads is {self.heads}; it must be a multiple of kv_heads, {self.kv_heads}")
         if self.rope is not None and self.head_dim % 2:
-            raise UnsupportedModelError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+            raise UnsupportedModelError(f"head_dim is {self.head_dim}; it must be even for rotary positions")
         for rope, dim in zip(self.ropes, self.rotated_dims, strict=False):
             factors, turned = rope.settings.get("factors"), rope.turned(dim)
             if factors is not None and len(factors) != turned // 2:
-                raise UnsupportedModelError(f"{len(factors)} rotary factors for {turned} rotated numbers of a head")
+                raise UnsupportedModelError(f"{len(factors)} rotary factors, but heads need {turned // 2}")
             if turned % 2 or not 0 < turned <= dim:
                 raise UnsupportedModelError(
-                    f"{rope.share} of heads of {dim} is rotated; it must be a part with an even size"
+                    f"the rotated share of a head is {rope.share}, {turned} of {dim} elements; it must be even"
                 )
         if len({rope.share for rope in self.ropes if rope.kind != "none"}) > 1:
-            raise UnsupportedModelError("the rotated part of a head must be of one size in all layers")
+            raise UnsupportedModelError("the rotated share of a head must be the same in all layers")
         whole_blocks = (self.sum_norms, self.parallel, self.row_qk_norm, self.residual_scale != 1)
         layers = range(self.layers)
         for name in ("mixers", "mlp", "in_norms", "out_norms", "mlp_widths"):
             every = getattr(self, name)
             if every and isinstance(every, tuple) and len(every) != self.layers:
-                raise UnsupportedModelError(f"{len(every)} {name} for {self.layers} layers")
+                raise UnsupportedModelError(
+                    f"{name} has {len(every)} entries; it must have {self.layers}, one per layer"
+                )
         if sum(whole_blocks) > 1 or (any(map(self.out_norms_of, layers)) and any(whole_blocks[:2])):
             raise UnsupportedModelError(
-                "sum_norms, parallel, row_qk_norm and residual_scale do not go together, the first two not with "
-                "out_norms either"
+                "a model can have only one of sum_norms, parallel, row_qk_norm and residual_scale; sum_norms and "
+                "parallel exclude out_norms too"
             )
         scales = {self.residual_scale, self.gate_scale, *self.part_scales.values()}
         if self.sphere is not None and (self.parallel or self.experts or self.latent or scales != {1}):
             raise UnsupportedModelError(
-                "models on the unit sphere have no parallel layers, experts, latents or factors of their parts' results"
+                "a model on the unit sphere (nGPT) cannot have parallel layers, experts, latent attention or residual "
+                "factors"
             )
         if self.names.swapped and self.turned != self.head_dim:
-            raise UnsupportedModelError("heads that are rotated the other way round must be rotated as a whole")
+            raise UnsupportedModelError("heads with swapped halves (Names.swapped) must be rotated as a whole")
         if self.activation == "xielu" and {self.mlp_of(number) for number in range(self.layers)} - {"plain", "none"}:
-            raise UnsupportedModelError("xielu is an activation of MLPs without a gate")
+            raise UnsupportedModelError('activation "xielu" needs MLPs of the kind "plain"')
         for name, every in (("mixers", self.mixers), ("mlp", () if isinstance(self.mlp, str) else self.mlp)):
             if every and len(every) != self.layers:
-                raise UnsupportedModelError(f"{len(every)} {name} for {self.layers} layers")
+                raise UnsupportedModelError(
+                    f"{name} has {len(every)} entries; it must have {self.layers}, one per layer"
+                )
         by_window = {plane.window: plane.sizes for plane in self.planes}
         if any(by_window[plane.window] != plane.sizes for plane in self.planes):
-            raise UnsupportedModelError("layers with one sliding window have keys of different sizes")
+            raise UnsupportedModelError("layers with the same sliding window must have KV heads of the same sizes")
         if uneven := next((of.heads for of in map(self.kv_sizes, range(len(self.planes))) if self.heads % of.heads), 0):
-            raise UnsupportedModelError(f"{self.heads} query heads cannot share {uneven} key heads evenly")
+            raise UnsupportedModelError(
+                f"heads is {self.heads}; it must be a multiple of the {uneven} KV heads of a plane"
+            )
         if not all(self.in_norms_of(number) or self.out_norms_of(number) for number in layers):
-            raise UnsupportedModelError("a layer needs norms, in_norms or out_norms")
+            raise UnsupportedModelError("every layer needs in_norms or out_norms")
         if any(len({*self.mixers_of(number)} - {ATTENTION}) > 1 for number in layers):
             raise UnsupportedModelError("a layer may have one mixer with a state, and attention beside it")
         if not self.visited:
-            raise UnsupportedModelError("no layer has attention; a model of states alone is not supported")
+            raise UnsupportedModelError("no layer has attention; models without attention are not supported")
         if len(self.planes) != len(self.visited):
-            raise UnsupportedModelError(f"{len(self.planes)} planes for {len(self.visited)} layers of a pass")
+            raise UnsupportedModelError(f"planes has {len(self.planes)} entries; it must have {len(self.visited)}")
 
     @property
     def visited(self) -> Sequence[int]:
-        """Returns the layer that each plane is of, in the order of a pass."""
+        """Return the layer of each plane, in the order of a forward pass."""
         if not self.mixers and not self.kv_layers:
             return range(self.layers)
         return [number for number in range(self.layers) if self.attends(number) and self.kv_layer(number) == number]
 
     @property
     def pass_layers(self) -> Sequence[int]:
-        """Returns the layers that a pass goes through, in its order."""
+        """Return the layers of a forward pass, in order."""
         return range(self.layers) if self.mixers or self.kv_layers else self.visited
 
     def attends(self, number: int) -> bool:
-        """Return whether a layer has attention."""
         return ATTENTION in self.mixers_of(number)
 
     def kv_layer(self, number: int) -> int:
-        """Return the layer whose keys and values a layer's attention reads."""
+        """Return the layer whose keys and values this layer's attention reads."""
         return self.kv_layers[number] if self.kv_layers else number
 
     def is_unread(self, name: str) -> bool:
-        """Return whether a tensor is of keys or values of a layer that reads those of another one. Checkpoints may have
-        such tensors."""
+        """Return whether a tensor holds keys or values of a layer that reads another layer's.
+
+        Checkpoints may have such tensors, and the model ignores them.
+        """
         found = re.match(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name) if self.kv_layers else None
         return found is not None and self.kv_layer(int(found[1])) != int(found[1])
 
     def plane_of(self, number: int) -> int:
-        """Return the plane that a layer's attention reads, in a model that visits each layer once."""
+        """Return the plane that a layer's attention reads. The model must visit each layer once."""
         return list(self.visited).index(self.kv_layer(number))
 
     def kv_sizes(self, plane: int) -> KVSizes:
-        """Return the sizes of the keys and values of a plane."""
         if self.latent is not None:
             return self.latent.kept
         return self.planes[plane].sizes or self.own_sizes
 
     @property
     def own_sizes(self) -> KVSizes:
-        """Return the sizes of the keys and values of a plane that names none."""
+        """Return the KV sizes of a plane without `sizes`."""
         return KVSizes(self.kv_heads, self.head_dim, self.head_dim)
 
     @property
     def group_of(self) -> dict[int | None, int]:
-        """Return how many query heads share a KV head, by sliding window."""
+        """Return the query heads per KV head, by sliding window."""
         sizes = {plane.window: self.kv_sizes(number) for number, plane in enumerate(self.planes)}
         return {window: self.heads // of.heads for window, of in sizes.items()}
 
     @property
     def reading_layer(self) -> int:
-        """Return the last layer of a pass that has keys, values or a state of its own. From its attention on, rows that
-        are not read are left out."""
+        """Return the last layer of a pass with its own keys, values or state.
+
+        From its attention on, a pass drops unread rows.
+        """
         of_rows = {*self.visited, *(number for number in range(self.layers) if self.states(number))}
         return next(number for number in reversed(self.pass_layers) if number in of_rows)
 
     @property
     def read_windows(self) -> set[int | None]:
-        """Return the sliding windows of the layers that leave out the rows that are not read."""
+        """Return the sliding windows of the layers that compute only read rows."""
         if not self.kv_layers:
             return {self.planes[-1].window}
         later = range(self.reading_layer, self.layers)
         return {self.planes[self.plane_of(number)].window for number in later if self.attends(number)}
 
     def mixers_of(self, number: int) -> list[str]:
-        """Return what mixes the rows of a layer along the sequence; []: nothing does."""
+        """Return the mixers of a layer; [] if it has none."""
         names = self.mixers[number] if self.mixers else ATTENTION
         return [] if names == "none" else names.split("+")
 
     def mlp_of(self, number: int) -> str:
-        """Return the kind of a layer's MLP."""
         return self.mlp if isinstance(self.mlp, str) else self.mlp[number]
 
     def mlp_width(self, number: int) -> int:
-        """Return the width of the inside of a layer's MLP."""
+        """Return the inner width of a layer's MLP."""
         return self.mlp_widths[number] if self.mlp_widths else self.intermediate
 
     def in_norms_of(self, number: int) -> bool:
-        """Return whether a layer has norms on what its parts read."""
         return self.in_norms[number] if isinstance(self.in_norms, tuple) else self.in_norms
 
     def out_norms_of(self, number: int) -> bool:
-        """Return whether a layer has norms on what its parts give."""
         return self.out_norms[number] if isinstance(self.out_norms, tuple) else self.out_norms
 
     @property
     def has_states(self) -> bool:
-        """Return whether a layer has a state that runs along the sequence."""
+        """Return whether a layer has a mixer with a state."""
         return any({*self.mixers_of(number)} - {ATTENTION} for number in range(self.layers))
 
     def states(self, number: int) -> tuple[StateShape, ...]:
-        """Return the shapes of a layer's state; none for a layer without a state."""
+        """Return the shapes of a layer's state; () for a layer without a state."""
         kinds: Any = named_class("prefold.model.builders:MIXERS")
         names = (name for name in self.mixers_of(number) if name != ATTENTION)
         return tuple(shape for name in names for shape in kinds[name].states(self))
 
     def program(self, copies: int = 1) -> Program:
-        """Returns what the model computes. copies: how many ranks have each KV head"""
+        """Return the program. `copies` is the number of ranks that hold each KV head."""
         program: Program = named_class("prefold.model.builders:decoder_program")(self, copies)
         return program
 
     @property
     def text(self) -> ModelConfig:
-        """Returns the config of the model without what it has beside text: itself where it takes text alone."""
+        """Return the config of the text model alone. This is the config itself if the model takes text alone."""
         return self
 
     @property
     def models_beside(self) -> Sequence[ModelConfig]:
-        """Return the configs of the models that run beside this one, on the same executor."""
+        """Return the configs of further models that run on the same executor, such as towers."""
         return ()
 
     @property
     def span_rows(self) -> int:
-        """Returns the most rows that see each other both ways, and are computed in one step; 0: there are none."""
+        """Return the maximum rows of a span, which see each other in both directions and need one step; 0: no spans."""
         return 0
 
     @property
     def media_token(self) -> int:
-        """Return the token that stands for a row of media where layers have embeddings of their own."""
+        """Return the token that stands for a media row in models with per-layer embeddings."""
         return (self.pad_id or 0) if self.layer_inputs else 0
 
     def has_spans(self, window: int | None) -> bool:
-        """Return whether rows of a span see each other both ways in the layers with this sliding window, too; else they
-        see there what comes before them alone."""
+        """Return whether rows of a span see each other in both directions in layers with this sliding window.
+
+        If not, a row sees only earlier rows there.
+        """
         return True
 
     @property
     def fixed(self) -> str | None:
-        """Returns why rows stay at the positions they were computed at, in words; None: their K/V may be moved."""
+        """Return why K/V cannot be moved to other positions; None if it can."""
         if self.latent is not None:
-            return "its keys and values are made of latents"
+            return "it has latent attention"
         if self.kv_layers or any(plane.sizes for plane in self.planes):
             return "its layers share keys and values, or have heads of several sizes"
         if self.has_states:
-            return "some of its layers have a state that runs along the sequence, so that a row depends on all before"
+            return "some layers have a state that runs along the sequence, so a row depends on all rows before it"
         norm = self.qk_norm
         if isinstance(norm, HeadNorm) and norm.after and (norm.weights != "none" or norm.kind == "layer"):
-            return "keys are normed after their rotation, with a weight for each of their numbers"
+            return "its keys are normed after the rotation, with a weight per element"
         if self.rope is None:
-            return "its positions are embeddings that are added to those of tokens, and are in keys and values alike"
+            return "its position embeddings are added to the token embeddings, and affect keys and values alike"
         return None
 
     @property
     def unsplit(self) -> str | None:
-        """Returns why the model is not split over ranks, in words; None: it may be."""
+        """Return why the model cannot be split over ranks; None if it can."""
         if isinstance(self.qk_norm, HeadNorm) and self.qk_norm.weights == "apart":
             return "a model with a tensor of norm weights for each head is not split over ranks"
         if self.has_states:
@@ -607,42 +579,43 @@ class ModelConfig:
         if any(plane.sizes for plane in self.planes):
             return "a model with heads of several sizes is not split over ranks"
         if self.kv_layers or self.layer_inputs:
-            return "a model whose layers read keys of other layers, or embeddings of their own, is not split over ranks"
+            return "a model with shared KV layers or per-layer embeddings is not split over ranks"
         return None
 
     @property
     def resident(self) -> str | None:
-        """Return why all weights stay in memory while the model runs, in words; None: a pass may read them layer by
-        layer."""
+        """Return why all weights must stay in memory during a pass; None if the weights can be read layer by layer."""
         if self.kv_layers or self.layer_inputs:
-            return "layers read what was computed before, beside the residual stream"
+            return "layers read the results of earlier layers, beside the residual stream"
         return None
 
     @property
     def scale(self) -> float:
-        """Returns the factor of the products of queries and keys in attention."""
+        """Return the factor of the query-key products in attention."""
         return (self.query_scalar or self.head_dim) ** -0.5
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Returns the rotary settings of each plane; none where nothing is rotated."""
+        """Return the rotary settings of each plane; () if the model has no rotation."""
         return tuple(rope for plane in self.planes if (rope := plane.rope or self.rope))
 
     @property
     def chosen_positions(self) -> str | None:
-        """Returns in words which rotary factors all sequences have, where the longest one that there may be chooses
-        them; None: there is no choice."""
+        """Return a sentence that names the set of LongRoPE factors in use; None for other models."""
         for rope in self.ropes:
             if rope.kind == "longrope":
                 trained, comparison = rope.settings["original_max_position_embeddings"], "up to"
                 comparison = "more than" if rope.settings["is_long"] else comparison
-                words = f"positions have LongRoPE's factors for {comparison} {trained:,} tokens"
-                return f"{words}, by a context_length of {self.max_positions:,}"
+                words = f"positions use LongRoPE's factors for {comparison} {trained:,} tokens"
+                return f"{words}, because context_length is {self.max_positions:,}"
         return None
 
     def row_order(self, name: str) -> tuple[int, ...] | None:
-        """Return the order of the rows of a tensor in each of its heads, as of `head_order`; None: as they are stored.
-        name: of the tensor here, such as "layers.0.self_attn.q_proj.weight"."""
+        """Return the `head_order` of the rows of a tensor; None if they need no reordering.
+
+        Args:
+            name: the tensor's name in prefold, such as "layers.0.self_attn.q_proj.weight".
+        """
         if self.latent is None:
             return self.head_order if re.search(r"\.[qk]_(proj|norm)\.", name) else None
         module = name.split(".")[-2]
@@ -655,37 +628,40 @@ class ModelConfig:
 
     @property
     def head_order(self) -> tuple[int, ...] | None:
-        """Returns the `head_order` of q and k in the checkpoint's tensors."""
+        """Return the `head_order` of q and k in the checkpoint."""
         return head_order(self.head_dim, self.turned, self.names.interleaved, self.names.swapped)
 
     @property
     def turned(self) -> int:
-        """Returns how many numbers of each head are rotated, in the layers that rotate."""
+        """Return the number of rotated elements per head, in layers that rotate."""
         return next((rope.turned(self.head_dim) for rope in self.ropes if rope.kind != "none"), self.head_dim)
 
     @property
     def rotated_dims(self) -> list[int]:
-        """Return how many numbers of a head the rotary settings of each plane are for."""
+        """Return, per plane, the size of the part of a head that the plane's rotary settings cover."""
         return [self.rotated_dim or self.kv_sizes(number).dim for number in range(len(self.planes))]
 
     @property
     def q_size(self) -> int:
-        """Returns how many numbers the queries of one row are."""
+        """Return the number of query elements per row."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Returns how many numbers the keys (or values) of one row are, in one plane."""
+        """Return the number of key elements per row and plane (values: the same)."""
         return self.kv_heads * self.head_dim
 
     @property
     def kv_numbers(self) -> int:
-        """Return how many numbers of keys and values a row has, in all planes."""
+        """Return the number of K/V elements per row, in all planes."""
         return sum(self.kv_sizes(number).numbers for number in range(len(self.planes)))
 
     def fused_sizes(self, names: Sequence[str]) -> list[int]:
-        """Returns how many outputs each of these tensors or modules of one layer has, which are stored as one: by their
-        names here, with the layer's."""
+        """Return the number of outputs of each tensor or module that the checkpoint fuses into one tensor of a layer.
+
+        Args:
+            names: their names in prefold, such as "layers.0.self_attn.q_proj.weight".
+        """
         match = re.match(r"layers\.(\d+)\.", names[0])
         modules = [re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name) for name in names]
         layers = self.program().layers
@@ -695,21 +671,24 @@ class ModelConfig:
             sizes = {re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", tensor): rows for tensor, rows in parts}
             if sizes.keys() >= {*modules}:
                 return [sizes[module] for module in modules]
-        raise UnsupportedModelError(f"no layer has {', '.join(modules)}, which the checkpoint stores as one")
+        raise UnsupportedModelError(f"the checkpoint stores {', '.join(modules)} as one tensor, but no layer has them")
 
     def groups_of(self, stored: str, names: Names | None = None) -> int:
-        """Return how many groups the outputs of a stored tensor or module lie in, as of `Names.grouped`. names: None:
-        those of the checkpoint's folder"""
+        """Return the number of groups in the outputs of a stored tensor or module, see `Names.grouped`.
+
+        Args:
+            names: the names of the file; None: the names of the safetensors checkpoint.
+        """
         size = (names or self.names).grouped_by(stored)
         return 1 if size is None else int(self.sizes[size])
 
     @property
     def linear_flops(self) -> int:
-        """Returns the floating-point operations of all linears in a pass of one row, the LM head left out."""
+        """Return the floating-point operations of all linears for one row, without the LM head."""
         layers = self.program().layers
         return 2 * sum(operation.row_weights for number in self.pass_layers for operation in layers[number])
 
     @property
     def num_parameters(self) -> int:
-        """Returns how many parameters there are. The LM head counts where `lm_head` is set and it is not tied."""
+        """Return the number of parameters. An LM head counts if `lm_head` is set and the head is not tied."""
         return sum(weight.size for weight in self.program().weights)

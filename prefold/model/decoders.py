@@ -1,5 +1,4 @@
-"""The model families without loops: functions from a Hugging Face config (a dict) to a ModelConfig; and the rotary
-settings in such configs. No torch."""
+"""Dense families: functions from a Hugging Face config (a dict) to a ModelConfig; rotary settings. No torch."""
 
 from __future__ import annotations
 
@@ -15,19 +14,19 @@ from .names import FUSED, GPT2, STARCODER2, Names
 
 
 def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
-    """Returns rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Read rotary settings from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     hf = Settings.of(hf)
     scaling, parameters = hf.settings("rope_scaling"), hf.settings("rope_parameters")
     rope = scaling or parameters
     kind = rope.text("rope_type", None) or rope.text("type", "default")
     kind = "longrope" if kind == "su" else kind
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise UnsupportedModelError("rotary settings that differ from layer to layer are not supported")
+        raise UnsupportedModelError("rotary settings per layer type are not supported for this architecture")
     if kind not in ROPE_KINDS:
         raise UnsupportedModelError(
-            f"the rope type {kind!r:.200} is not supported; these are: {', '.join(list(ROPE_KINDS)[:-1])}"
+            f"the rope type {kind!r:.200} is not supported; supported types: {', '.join(list(ROPE_KINDS)[:-1])}"
         )
-    share = 1.0  # of "proportional", whose frequencies are for whole heads
+    share = 1.0  # "proportional" has frequencies for whole heads
     if kind != "proportional":
         share = rope.number("partial_rotary_factor", None) or hf.number("partial_rotary_factor", 1.0)
     if share > 1:
@@ -62,9 +61,12 @@ def _yarn_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
 
 
 def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
-    """Returns the settings of LongRoPE, which has factors for sequences of up to so many tokens as the model was
-    trained on, and others for longer ones. Were they chosen by sequence, a prefix's keys would depend on what follows:
-    they are chosen by the longest sequence that there may be, `context_length`."""
+    """Return the settings of LongRoPE, with the set of factors that `context_length` selects.
+
+    LongRoPE has one set of factors for sequences up to the trained length, and one for longer sequences. If each
+    sequence chose its set, the keys of a prefix would depend on what follows. So the longest possible sequence,
+    `context_length`, chooses one set for all.
+    """
     trained, most = _trained_positions(hf, rope), hf.size("max_position_embeddings", most=MOST_POSITIONS)
     factor = rope.number("factor", None) or most / trained
     warmth = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 < trained else 1.0
@@ -79,8 +81,10 @@ def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
 
 
 def _dynamic_rope(hf: Settings, rope: Settings) -> dict[str, float]:
-    """Returns the settings of dynamic NTK scaling: none. It changes sequences alone that are longer than
-    `max_position_embeddings`, and there are no such sequences here."""
+    """Return no settings, because dynamic NTK scaling has no effect here.
+
+    It changes only sequences longer than `max_position_embeddings`, which are refused.
+    """
     rope.number("factor")
     return {}
 
@@ -93,13 +97,13 @@ def _proportional_rope(hf: Settings, rope: Settings) -> dict[str, float]:
 
 
 def _trained_positions(hf: Settings, rope: Settings) -> int:
-    """Returns how many positions the model was trained on, before its context was made longer."""
+    """Return the trained context length, before an extension by RoPE scaling."""
     key, most = "original_max_position_embeddings", MOST_POSITIONS
     trained = hf.size(key, None, most=most) or rope.size(key, None, most=most)
     return trained or hf.size("max_position_embeddings", most=most)
 
 
-# What reads the settings of each rotary kind; the last one, a divisor for every frequency, is in GGUF files only.
+# The reader of each rotary kind's settings. The last kind, a divisor per frequency, occurs in GGUF files only.
 ROPE_KINDS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
     "default": lambda hf, rope: {},
     "linear": lambda hf, rope: {"factor": rope.number("factor")},
@@ -113,15 +117,15 @@ ROPE_KINDS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
 
 HFConfig = Mapping[str, Any]
 
-# Activations by the names that configs give them.
+# prefold's activations, by their names in configs.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 ACTIVATIONS |= {"gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def llama(hf: HFConfig, **options: Any) -> ModelConfig:
-    """Returns the config of Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and all that call themselves so. options: further
-    arguments of `decoder`."""
+    """Return the config of Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and other models with Llama's architecture.
+    `options` are further arguments of `decoder`."""
     hf = Settings.of(hf)
     bias, mlp_bias = hf.flag("attention_bias"), hf.flag("mlp_bias")
     kv_heads = hf.size("num_key_value_heads", None) or hf.size("num_attention_heads")
@@ -129,20 +133,20 @@ def llama(hf: HFConfig, **options: Any) -> ModelConfig:
 
 
 def mistral(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Mistral 7B and kin: Llama, with a sliding window in every layer when `sliding_window` is
+    """Return the config of Mistral 7B and relatives: Llama; a sliding window in every layer if `sliding_window` is
     set."""
     hf = Settings.of(hf)
     return decoder(hf, windows=[window_of(hf)] * num_layers(hf))
 
 
 def qwen2(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Qwen 2 and 2.5: biases on q, k and v."""
+    """Return the config of Qwen 2 and 2.5: Llama with biases on q, k and v."""
     hf = Settings.of(hf)
     return decoder(hf, qkv_bias=True, windows=qwen_windows(hf))
 
 
 def qwen3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Qwen 3: norms on q and k, a head_dim of its own."""
+    """Return the config of Qwen 3: Llama with norms on q and k, and head_dim set separately."""
     hf = Settings.of(hf)
     bias = hf.flag("attention_bias")
     head_dim = hf.size("head_dim", 128)
@@ -150,24 +154,24 @@ def qwen3(hf: HFConfig) -> ModelConfig:
 
 
 def gemma3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Gemma 3, the text model: norms before and after each part; layers with a sliding window
-    have a rotary base of their own."""
+    """Return the config of Gemma 3 (text): norms before and after each sublayer; sliding-window layers have their
+    own RoPE base."""
     hf = Settings.of(hf)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if hf.get(key) is not None:
-            raise UnsupportedModelError(f"{key} {hf[key]} is not supported; Gemma 3 has none")
+            raise UnsupportedModelError(f"{key} is {hf[key]}; it is not supported for Gemma 3, which has no soft caps")
     types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 6), num_layers(hf))
     config = gemma_decoder(hf, rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
     return with_local_rope(config, types, rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
 
 
 def smollm3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of SmolLM 3: Llama, with layers that rotate nothing."""
+    """Return the config of SmolLM 3: Llama; some layers have no RoPE."""
     hf = Settings.of(hf)
-    every = hf.size("no_rope_layer_interval", 4)  # says how no_rope_layers was made
+    every = hf.size("no_rope_layer_interval", 4)  # only the default for no_rope_layers
     turns = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(num_layers(hf))]
     if not isinstance(turns, list) or len(turns) < num_layers(hf) or any(turn not in (0, 1) for turn in turns):
-        raise hf.wrong("no_rope_layers", "a list with 1 for each layer that is rotated, and 0 for others")
+        raise hf.wrong("no_rope_layers", "a list with 1 for each layer with RoPE, and 0 for each other layer")
     turns = turns[: num_layers(hf)]
     near = SLIDING if hf.flag("use_sliding_window") else FULL
     types = [FULL if turn else near for turn in turns]
@@ -177,14 +181,14 @@ def smollm3(hf: HFConfig) -> ModelConfig:
 
 
 def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
-    """Returns the config of OLMo 2: norms after each part alone, and over all heads of q and of k. options: further
-    arguments of `decoder`."""
+    """Return the config of OLMo 2: norms only after each sublayer; norms over all heads of q and of k. `options` are
+    further arguments of `decoder`."""
     defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 1}
     return llama(defaults | Settings.of(hf), row_qk_norm=True, in_norms=False, out_norms=True, **options)
 
 
 def olmo3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of OLMo 3: OLMo 2, where most layers have a sliding window, and positions of their own."""
+    """Return the config of OLMo 3: OLMo 2; most layers have a sliding window and their own RoPE settings."""
     hf = Settings.of(hf)
     types = hf.texts("layer_types", None) or full_every(4, num_layers(hf))
     config = olmo2(rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
@@ -192,12 +196,12 @@ def olmo3(hf: HFConfig) -> ModelConfig:
 
 
 def phi3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Phi 3, 3.5 and 4 (mini): Llama, with fused tensors; part of a head is rotated in some."""
+    """Return the config of Phi 3, 3.5 and 4 mini: Llama with fused tensors; some models rotate part of each head."""
     hf = Settings.of(hf)
     key = next((key for key in ("rope_scaling", "rope_parameters") if hf.settings(key)), None)
     if key is not None and (rope := hf.settings(key)).get("rope_type", rope.get("type")) == "yarn":
-        hf = hf | {key: dict(rope) | {"rope_type": "longrope"}}  # what early files call it
-    hf.get("full_attn_mod")  # of its makers' own code; transformers has no such setting
+        hf = hf | {key: dict(rope) | {"rope_type": "longrope"}}  # early files have this name
+    hf.get("full_attn_mod")  # of Microsoft's own code; transformers has no such setting
     window = window_of(hf) if "sliding_window" in hf else None
     if window is not None and window >= hf.size("max_position_embeddings", most=MOST_POSITIONS):
         window = None
@@ -206,8 +210,8 @@ def phi3(hf: HFConfig) -> ModelConfig:
 
 
 def granite(hf: HFConfig, **options: Any) -> ModelConfig:
-    """Returns the config of Granite 3, and of what is dense in 4: Llama with factors on embeddings, on the scores of
-    attention, on what each part adds, and on logits. options: further arguments of `decoder`."""
+    """Return the config of Granite 3, and dense Granite 4: Llama with factors on embeddings, attention scores,
+    residuals and logits. `options` are further arguments of `decoder`."""
     hf = Settings.of(hf)
     return llama(
         hf,
@@ -220,10 +224,10 @@ def granite(hf: HFConfig, **options: Any) -> ModelConfig:
 
 
 def gemma(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Gemma 1: Llama, with norms that are stored less one, and a scaled embedding."""
+    """Return the config of Gemma 1: Llama with norm weights stored minus 1, and a scaled embedding."""
     hf = Settings.of(hf)
     activation = hf.text("hidden_activation", None) or hf.text("hidden_act", "gelu_pytorch_tanh")
-    # What early files call gelu is its approximation by tanh.
+    # "gelu" in early files means the tanh approximation.
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     scalar = hf.size("head_dim", 256)
     settings = hf | {"hidden_activation": activation, "query_pre_attn_scalar": scalar}
@@ -231,18 +235,19 @@ def gemma(hf: HFConfig) -> ModelConfig:
 
 
 def gemma2(hf: HFConfig, **options: Any) -> ModelConfig:
-    """Returns the config of Gemma 2: norms before and after each part, soft caps on attention and on logits, every
-    second layer with a sliding window. options: further arguments of `decoder`."""
+    """Return the config of Gemma 2: norms before and after each sublayer; soft caps on attention scores and logits;
+    every second layer has a sliding window. `options` are further arguments of `decoder`."""
     hf = Settings.of(hf)
     types = hf.texts("layer_types", None) or full_every(2, num_layers(hf))
-    # A missing key is not null, which says that there is no cap.
+    # A missing key has a default, but null means no cap.
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | hf
     attention, logits = hf.number("attn_logit_softcapping", None), hf.number("final_logit_softcapping", None)
     return gemma_decoder(hf, hf, types, attention_cap=attention, logit_cap=logits, **options)
 
 
 def gemma_decoder(hf: Settings, rope: Settings, types: list[str], **options: Any) -> ModelConfig:
-    """Returns the config of what the Gemmas have in common. rope: the config as `read_rope` reads it."""
+    """Return the config of the common part of Gemma models. `rope` is the config with the settings that `read_rope`
+    reads."""
     bias = hf.flag("attention_bias")
     defaults = {"head_dim": 256, "tie_word_embeddings": True, "pad_token_id": 0}
     activation = {"hidden_act": hf.text("hidden_activation", "gelu_pytorch_tanh")}
@@ -258,13 +263,13 @@ def gemma_decoder(hf: Settings, rope: Settings, types: list[str], **options: Any
 
 
 def cohere2(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Cohere 2 (Command R7B and A): the MLP beside attention, LayerNorm without a bias, and
-    layers that rotate nothing, which see everything."""
+    """Return the config of Cohere 2 (Command R7B and A): parallel attention and MLP; LayerNorm without bias; layers
+    with full attention have no RoPE."""
     hf = Settings.of(hf)
-    # Of Cohere's own code; transformers computes so whatever they say.
+    # Keys of Cohere's own code; transformers always behaves as with these values.
     expected = {"use_parallel_block": True, "use_gated_activation": True, "position_embedding_type": "rope_gptj"}
     works_with(hf, "Cohere 2", expected)
-    hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
+    hf.get("use_embedding_sharing")  # also of Cohere's own code; tie_word_embeddings decides
     types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 4), num_layers(hf))
     windows = windows_of(hf, types)
     epsilon = hf.number("layer_norm_eps", 1e-5, zero=True)
@@ -282,10 +287,10 @@ def cohere2(hf: HFConfig) -> ModelConfig:
 
 
 def starcoder2(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Starcoder 2: LayerNorm and biases, no gate."""
+    """Return the config of Starcoder 2: LayerNorm; biases; MLPs without a gate."""
     hf = Settings.of(hf)
     for key in ("activation_function", "layer_norm_epsilon", "norm_type"):
-        hf.get(key)  # of the files of its makers; hidden_act and norm_epsilon are what counts
+        hf.get(key)  # in the original files; hidden_act and norm_epsilon decide
     bias, window = hf.flag("use_bias", True), window_of(hf) if "sliding_window" in hf else None
     defaults = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
     return decoder(
@@ -301,16 +306,16 @@ def starcoder2(hf: HFConfig) -> ModelConfig:
 
 
 def exaone4(hf: HFConfig, **options: Any) -> ModelConfig:
-    """Returns the config of EXAONE 4: norms after each part alone, and on the heads of q and k; where there is a
-    sliding window, the layers without it rotate nothing. options: further arguments of `decoder`"""
+    """Return the config of EXAONE 4: norms only after each sublayer; norms on q and k; if some layers have a sliding
+    window, the others have no RoPE. `options` are further arguments of `decoder`."""
     hf = Settings.of(hf)
-    hf.get("sliding_window_pattern")  # says nothing beside layer_types, and without a window
+    hf.get("sliding_window_pattern")  # has no effect beside layer_types, or without a window
     windows: list[int | None] = [None] * num_layers(hf)
     if window_of(hf) is not None:
         types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 4), num_layers(hf))
         windows = windows_of(hf, types)
     elif set(hf.texts("layer_types", None) or ()) - {FULL}:
-        raise UnsupportedModelError("layer_types has sliding attention, and sliding_window is null")
+        raise UnsupportedModelError("layer_types has sliding attention, but sliding_window is null")
     defaults = {"rms_norm_eps": 1e-5}
     options = {"in_norms": False, "out_norms": True} | options
     config = decoder(defaults | hf, windows=windows, qk_norm=True, **options)
@@ -318,10 +323,10 @@ def exaone4(hf: HFConfig, **options: Any) -> ModelConfig:
 
 
 def gpt2(hf: HFConfig) -> ModelConfig:
-    """Returns the config of GPT-2: LayerNorm, learned positions, biases everywhere, no gate; keys, tensors and modules
-    have names of their own.
+    """Return the config of GPT-2: LayerNorm; learned positions; biases; MLPs without a gate; other names of keys and
+    tensors.
 
-    Not a setting of the model: reorder_and_upcast_attn, the order in which attention rounds.
+    The key reorder_and_upcast_attn, the order in which attention rounds, changes nothing here.
     """
     hf = Settings.of(hf)
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
@@ -345,7 +350,7 @@ def gpt2(hf: HFConfig) -> ModelConfig:
 
 
 def gpt2_settings(hf: Settings) -> HFConfig:
-    """Returns the settings of a config with the keys of GPT-2, by the keys of other models."""
+    """Return the settings of a config with GPT-2's keys, under the usual keys."""
     hidden, heads = hf.size("n_embd"), hf.size("n_head")
     if hidden % heads:
         raise UnsupportedModelError(f"n_embd is {hidden}; it must be a multiple of n_head, {heads}")
@@ -369,19 +374,22 @@ def decoder(
     windows: list[int | None] | None = None,
     **options: Any,
 ) -> ModelConfig:
-    """Returns the config of the part that all these families share.
+    """Return the config of a decoder with the settings that most families share.
 
-    kv_heads, head_dim   where they are not what `num_key_value_heads` and `head_dim` of the config say
-    rotary               whether queries and keys are rotated; otherwise each position has an embedding
-    windows              the sliding window of each layer; 0 or None: none
-    options              fields of ModelConfig
+    Args:
+        hf: the Hugging Face config.
+        kv_heads: overrides `num_key_value_heads`.
+        head_dim: overrides `head_dim` of the config.
+        rotary: rotate queries and keys; if not, each position has an embedding.
+        windows: sliding window per layer; 0 or None: no window.
+        options: fields of ModelConfig.
     """
     hf = Settings.of(hf)
     activation = hf.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"hidden_act {activation!r:.200} is not supported; these are: {', '.join(map(repr, ACTIVATIONS))}; "
-            "another activation is an MLP of another kind (docs/families.md)"
+            f"hidden_act {activation!r:.200} is not supported; supported: {', '.join(map(repr, ACTIVATIONS))}. For "
+            "another activation add a kind of MLP (docs/families.md)"
         )
     hidden, heads, layers = hf.size("hidden_size"), hf.size("num_attention_heads"), num_layers(hf)
     positions = hf.size("max_position_embeddings", most=MOST_POSITIONS)
@@ -406,29 +414,29 @@ def decoder(
 
 
 def works_with(hf: Settings, name: str, expected: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for a setting with another value than the only one that a family computes."""
+    """Raise UnsupportedModelError if a setting differs from the one value that the family supports."""
     for key, value in expected.items():
         if hf.get(key) not in (None, value):
-            raise UnsupportedModelError(f"{key} is {hf[key]}; {name} works with {value}")
+            raise UnsupportedModelError(f"{key} is {hf[key]}; {name} needs {value}")
 
 
 def with_local_rope(config: ModelConfig, types: Sequence[str], hf: Settings) -> ModelConfig:
-    """Returns the config where layers with a sliding window have rotary settings of their own. types: of the layers"""
+    """Return the config with rotary settings from `hf` in sliding-window layers. `types` is one type per layer."""
     local, planes = read_rope(hf), zip(config.planes, types, strict=True)
     return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
 
 
 def turning(config: ModelConfig, turns: Sequence[bool | int]) -> ModelConfig:
-    """Returns the config where the layers rotate for which there is no False in `turns`; the others rotate nothing."""
+    """Return the config with RoPE only in layers whose entry in `turns` is true."""
     planes = zip(config.planes, turns, strict=True)
     return replace(config, planes=tuple(plane if turn else replace(plane, rope=STILL) for plane, turn in planes))
 
 
 def _context(hf: Settings, positions: int) -> int:
-    """Returns the tokens of the longest sequence that there may be. positions: those that the model was made for."""
+    """Return the maximum sequence length. `positions` is the model's own limit."""
     context: int = hf.size(CONTEXT, positions)
     if context > positions:
-        raise CheckpointError(f"context_length is {context:,}; the model was made for {positions:,} tokens, the most")
+        raise CheckpointError(f"context_length is {context:,}; the model supports at most {positions:,} tokens")
     return context
 
 
@@ -437,17 +445,20 @@ def num_layers(hf: Settings) -> int:
 
 
 def window_of(hf: Settings) -> int | None:
-    """Returns the positions of the sliding window; None where `sliding_window` is null or 0: there is none."""
+    """Return the sliding window; None if `sliding_window` is null or 0."""
     if "sliding_window" in hf and hf["sliding_window"] is None:
         return None
     return hf.size("sliding_window", 4096, least=0, most=MOST_POSITIONS) or None
 
 
 def qwen_windows(hf: Settings) -> list[int | None]:
-    """Returns the sliding window of each layer: the last ones, from `max_window_layers` on, or those that `layer_types`
-    names, have one where `use_sliding_window` is set."""
+    """Return the sliding window per layer, by the rules of Qwen.
+
+    With `use_sliding_window`, the layers from `max_window_layers` on, or the layers named in `layer_types`, have a
+    window.
+    """
     layers, types = num_layers(hf), hf.texts("layer_types", None)
-    hf.get("sliding_window")  # it is read, and says nothing where use_sliding_window is not set
+    hf.get("sliding_window")  # has no effect without use_sliding_window
     if not hf.flag("use_sliding_window") or window_of(hf) is None:
         return [None] * layers
     first = min(hf.size("max_window_layers", 28, least=0), layers)
@@ -455,30 +466,32 @@ def qwen_windows(hf: Settings) -> list[int | None]:
 
 
 def windows_of(hf: Settings, types: list[str]) -> list[int | None]:
-    """Returns the sliding window of each layer; None: it attends to everything before. types: one a layer."""
+    """Return the sliding window per layer, from one layer type per layer; None: full attention."""
     unknown = set(types) - {FULL, SLIDING}
     if unknown:
-        raise UnsupportedModelError(f"layer_types has {', '.join(sorted(unknown))}; full and sliding attention work")
+        raise UnsupportedModelError(
+            f"layer_types has {', '.join(sorted(unknown))}; only {FULL} and {SLIDING} are supported"
+        )
     if len(types) != num_layers(hf):
-        raise CheckpointError(f"layer_types has {len(types)} entries; it must have {num_layers(hf)}, one a layer")
+        raise CheckpointError(f"layer_types has {len(types)} entries; it must have {num_layers(hf)}, one per layer")
     window = window_of(hf)
     return [window if kind == SLIDING else None for kind in types]
 
 
 def full_every(pattern: int, layers: int) -> list[str]:
-    """Returns layer types where one layer in `pattern` is full: the last of each."""
+    """Return layer types in which the last of every `pattern` layers is full."""
     return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
 
 
 def rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:
-    """Returns the config as `read_rope` reads it, for the layers of one kind.
+    """Return the config with the rotary settings of one layer type, as `read_rope` expects them.
 
-    Transformers 5 has settings for each kind in `rope_parameters`; before, `rope_scaling` was for the full
-    layers, and each kind had its `base` key.
+    transformers 5 nests settings per layer type in `rope_parameters`. Before, `rope_scaling` applied to full layers,
+    and each layer type had its own `base` key.
     """
     nested = hf.settings("rope_parameters")
     if not all(value is None or isinstance(value, Mapping) for value in nested.values()):
-        raise UnsupportedModelError(f"rope_parameters must be given for {FULL} and {SLIDING} apart")
+        raise UnsupportedModelError(f"rope_parameters must have separate settings for {FULL} and {SLIDING}")
     settings = dict(nested.get(kind) or {}) | (hf.settings("rope_scaling") if kind == FULL else {})
     theta = settings.get("rope_theta") or hf.number(base, default)
     return hf | {"rope_scaling": None, "rope_parameters": settings | {"rope_theta": theta}}

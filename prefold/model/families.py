@@ -1,8 +1,8 @@
-"""Model families by the name of their architecture, and what all checkpoints are asked. No torch.
+"""Model families by architecture name, and checks that all checkpoints pass. No torch.
 
-A family is data: a function from a Hugging Face config (a dict) to a ModelConfig. One of your own is added with
-`register_family`, as docs/families.md shows. What a config asks for and the models here do not do is an
-UnsupportedModelError, never left out. So is a setting that changes results and that the family has not read.
+A family is data: a function from a Hugging Face config (a dict) to a ModelConfig. `register_family` adds one, see
+docs/families.md. A setting that a family does not support is an UnsupportedModelError, and so is a setting that changes
+results but that the family has not read.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ from .routed import (  # fmt: skip
     solar_open,
 )
 
-# Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
-# transformers turns whole heads whatever partial_rotary_factor says, and other programs a part.
+# Prefixes of architectures that may rotate only part of each head. For prefold's other families transformers rotates
+# whole heads and ignores partial_rotary_factor, but other programs rotate a part.
 _GPTJ = ("GPTJ", "CodeGen")
 PARTLY_TURNED = (
     "Bamba",
@@ -140,7 +140,7 @@ PARTLY_TURNED = (
 
 
 def check_read(hf: Settings, architecture: str, config: ModelConfig) -> None:
-    """Raise UnsupportedModelError for a setting that changes results, was not read, and does not say "off"."""
+    """Raise UnsupportedModelError for a setting that changes results, has not been read and is not "off"."""
     if not config.loading and architecture not in REGISTERED:
         is_partly = architecture.startswith(PARTLY_TURNED)
         check_keys("config.json", hf, hf.file, read=("partial_rotary_factor",) if is_partly else ())
@@ -149,38 +149,37 @@ def check_read(hf: Settings, architecture: str, config: ModelConfig) -> None:
             check_keys("config.json", {"partial_rotary_factor": part}, hf.file, prefix="rope_parameters.")
     for key, value in unread(hf, hf):
         raise UnsupportedModelError(
-            f"{key} is {shown(value)}, which is a setting that changes results, and {architecture} does not read it; "
-            "a family of your own has to read each such key (docs/families.md), and for any other model take the key "
-            "out of the file if transformers gives the same results without it"
+            f"{key} is {shown(value)}. This setting changes results, but {architecture} does not read it. In a family "
+            "of your own, read the key (docs/families.md); for any other model, remove the key from the file if "
+            "transformers computes the same results without it"
         )
 
 
-# Architectures in which every token sees every other one: those of most embedding models and cross-encoders.
+# Encoders, in which every token sees every other token: most embedding models and cross-encoders.
 ENCODERS = re.compile(
     r"(?!\w+ForCausalLM)(Bert|Roberta|XLMRoberta|ModernBert|MPNet|DistilBert|Electra|Deberta|DebertaV2|Albert|"
     r"Camembert|NomicBert|EuroBert|New|Gte|JinaBert|JinaEmbeddingsV3|Ultrabert|NeoMME|EmbeddingGemma2|M?T5)"
     r"(Model|TextModel|For|Encoder)"
 )
-# Decoders that were trained on so that every token sees every other one (llama-nemotron, by its own code).
+# Decoders that were fine-tuned so that every token sees every other token (llama-nemotron, by its own code).
 BOTH_WAYS = re.compile(r"(\w+)Bidirectional(Model|For)")
 
 Family = Callable[[HFConfig], ModelConfig]
 Fallback = Callable[[Settings, str, bool], Family | None]
 
 MOST_LABELS = 2**20
-# Of an error's message.
-MOST_CHARACTERS = 1200
+MOST_CHARACTERS = 1200  # of an error message
 
 
 def config_from(hf: HFConfig) -> ModelConfig:
-    """Returns the ModelConfig of a Hugging Face config.
+    """Return the ModelConfig of a Hugging Face config.
 
-    Raises UnsupportedModelError for what prefold does not do, listing what works, and CheckpointError for settings that
-    cannot be; both name the file (where `hf` are the settings of a checkpoint), the key and what is wrong.
+    Raise UnsupportedModelError for a model or setting that prefold does not support, and CheckpointError for invalid
+    settings. The message names the file (if `hf` comes from a checkpoint), the key and the fault.
     """
     load_plugins()
     hf = Settings.of(hf)
-    hf.reads.update(hf.prefix + key for key in hf)  # what a family hands on to another is that one's to read
+    hf.reads.update(hf.prefix + key for key in hf)  # keys that a family passes to another family count as unread
     hf = Settings(dict(hf.items()), hf.file, hf.prefix)
     try:
         config = _config_from(hf)
@@ -200,9 +199,9 @@ def _config_from(hf: Settings) -> ModelConfig:
     if own is None and (found := ENCODERS.match(str(architecture)) or BOTH_WAYS.match(str(architecture))):
         what = "an encoder" if found.re is ENCODERS else "made to attend in both directions"
         raise UnsupportedModelError(
-            f"the architecture {architecture!r:.200} is not supported: {found[1]} is {what}, whose tokens see what "
-            "comes after them too, so that no two texts share the computation of a prefix; use a causal embedder or "
-            "reranker (docs/models.md), or another program"
+            f"the architecture {architecture!r:.200} is not supported: {found[1]} is {what}. Its tokens see later "
+            "tokens, so texts cannot share a prefix; use a causal embedder or reranker (docs/models.md), "
+            "or another program"
         )
     if architecture not in _REFUSED:
         families = (fallback(hf, architecture, family is not None) for fallback in _FALLBACKS.values())
@@ -211,47 +210,50 @@ def _config_from(hf: Settings) -> ModelConfig:
         except UnsupportedModelError:
             if not is_left:
                 raise
-            family = own  # which names the setting
+            family = own  # its error names the setting
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
         raise UnsupportedModelError(
-            f"the architecture {architecture!r:.200} is not supported; use a model of one of the {len(FAMILIES)} that "
-            "`prefold models` lists, or add a family of your own with register_family and --plugin (docs/families.md)"
+            f"the architecture {architecture!r:.200} is not supported; use one of the {len(FAMILIES)} architectures "
+            "that `prefold models` lists, or add a family with register_family and --plugin (docs/families.md)"
         )
     quantised = hf.get("quantization_config") or hf.get("compression_config")
     if quantised:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else "unknown"
         if method != _QUANTISED.get(architecture):
             raise UnsupportedModelError(
-                f"the checkpoint is quantised (method {method!r:.200}); use the unquantised one, or a GGUF file of it"
+                f"the checkpoint is quantised (method {method!r:.200}), which is not supported; use the original "
+                "checkpoint or a GGUF file of the model"
             )
     if hf.get("is_causal") is False:
-        raise UnsupportedModelError("the model attends in both directions (is_causal is false); only causal ones work")
+        raise UnsupportedModelError(
+            "the model attends in both directions (is_causal is false); only causal models work"
+        )
     if dict(hf.items()).get("use_bidirectional_attention") in (True, "all"):
         key = "use_bidirectional_attention"
-        raise UnsupportedModelError(f"the model attends in both directions ({key}); only causal ones work")
+        raise UnsupportedModelError(f"the model attends in both directions ({key}); only causal models work")
     code, is_own = hf.get("auto_map"), architecture in REGISTERED
     done_here = is_own or architecture in _OWN_CODE
     if isinstance(code, Mapping) and not done_here and any(str(k).startswith("AutoModel") for k in code):
         raise UnsupportedModelError(
-            "the checkpoint brings model code of its own (auto_map), which is never run; remove auto_map from its "
+            "the checkpoint has its own model code (auto_map), which prefold never runs; remove auto_map from its "
             f"config.json only if it is a plain {architecture}"
         )
     return _of_registered(architecture, family, hf) if is_own else family(hf)
 
 
 def _is_done_here(hf: Settings, done: HFConfig) -> bool:
-    """Return whether a config has these values, or none under their keys."""
+    """Return whether the config has these values, or no value, under these keys."""
     return all(hf.get(key) in (None, value) for key, value in done.items())
 
 
 def register_family(architecture: str, family: Family) -> None:
-    """Makes checkpoints whose config names `architecture` loadable: `family` turns their config into a ModelConfig.
+    """Let checkpoints of `architecture` load: `family` turns their config into a ModelConfig.
 
-    The config comes as a dict that also has methods for values of each kind, such as `config.size("hidden_size")`. Keys
-    that change results and that the function leaves unread are an error when a checkpoint is loaded. Model code of the
-    checkpoint's own (auto_map) is not run: the function stands in its place. See docs/families.md.
+    The config is a dict with further methods for typed values, such as `config.size("hidden_size")`. If the function
+    leaves a key unread that changes results, loading the checkpoint is an error. Model code in the checkpoint
+    (auto_map) never runs. See docs/families.md.
     """
     FAMILIES[architecture] = family
     REGISTERED.add(architecture)
@@ -265,12 +267,14 @@ def add_families(
     refused: Mapping[str, str] = MappingProxyType({}),
     quantised: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Adds families of prefold's own, by architecture.
+    """Add prefold's own families, by architecture.
 
-    model_types  the architecture of a checkpoint that names its model_type alone
-    own_code     architectures that exist only as code beside checkpoints, and whose model is implemented here
-    quantised    the method of quantisation, by architecture, whose tensors are read
-    refused      architectures that are refused with the reason, in place of the list of those that work
+    Args:
+        families: the families.
+        model_types: architecture for checkpoints whose config has only a model_type.
+        own_code: architectures that elsewhere exist only as code in checkpoints, and that prefold implements.
+        refused: reasons for architectures that are refused, instead of a list of supported ones.
+        quantised: per architecture, the quantization method whose tensors prefold reads.
     """
     FAMILIES.update(families)
     MODEL_TYPES.update(model_types)
@@ -280,24 +284,27 @@ def add_families(
 
 
 def add_fallback(family: Fallback, label: str) -> None:
-    """Adds what gives families of architectures that the tables do not have.
+    """Add a source of families for architectures that the tables lack.
 
-    family  returns the family of a config and its architecture, of which it is said whether the tables have it;
-            None: it has none, or leaves it to theirs
-    label   says what it takes, in words
+    Args:
+        family: takes a config, its architecture, and whether the tables have that architecture. Returns the family;
+            None leaves the choice to the tables.
+        label: describes the models in a few words, for listings.
     """
     _FALLBACKS[label] = family
 
 
 def fallbacks() -> list[str]:
-    """Returns in words what architectures are taken beside `supported_architectures`."""
+    """Return descriptions of the models that load beside `supported_architectures`."""
     load_plugins()
     return list(_FALLBACKS)
 
 
 def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConfig:
-    """Returns what a registered function makes of a config. Raises CheckpointError where it fails, or that is no
-    ModelConfig."""
+    """Return the ModelConfig from a registered family.
+
+    Raise CheckpointError if the function fails or returns something else.
+    """
     names = ", ".join(field.name for field in fields(ModelConfig))
     try:
         config = family(hf)
@@ -305,18 +312,18 @@ def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConf
         raise
     except Exception as error:
         message = f"the family registered for {architecture!r} failed with {type(error).__name__}: {error}"
-        hint = f"; the fields of ModelConfig are {names}" if "ModelConfig" in str(error) else ""
+        hint = f"; ModelConfig has the fields {names}" if "ModelConfig" in str(error) else ""
         raise CheckpointError(message + hint) from error
     if not isinstance(config, ModelConfig):
         raise CheckpointError(
-            f"the family registered for {architecture!r} returned a {type(config).__name__}, not a ModelConfig, whose "
-            f"fields are {names}"
+            f"the family registered for {architecture!r} returned a {type(config).__name__}, not a ModelConfig; "
+            f"ModelConfig has the fields {names}"
         )
     return config
 
 
 def supported_architectures() -> list[str]:
-    """Returns the architectures whose checkpoints can be loaded, those of plugins included, in alphabetical order."""
+    """Return the architectures that can be loaded, plugins' included, in alphabetical order."""
     load_plugins()
     return sorted(FAMILIES)
 
@@ -329,8 +336,10 @@ def _architecture(hf: Settings) -> str:
 
 
 def families_by_function() -> dict[Family, list[str]]:
-    """Returns {function of a family: its architectures, in the order in which they were added}; its docstring says in
-    a sentence what the family is."""
+    """Return {family function: its architectures, in the order of registration}.
+
+    The first sentence of a function's docstring describes the family in docs/models.md.
+    """
     load_plugins()
     functions: dict[Family, list[str]] = {}
     for architecture, family in FAMILIES.items():
@@ -339,18 +348,22 @@ def families_by_function() -> dict[Family, list[str]]:
 
 
 def with_heads(causal: str, other: str, family: Family, *, classified: bool = True) -> dict[str, Family]:
-    """Returns a family by its architectures: the one with an LM head, and those without a head and (where there is
-    such a one) with a classification head, whose names begin with `other`."""
+    """Return a family under its architectures: with an LM head, without a head, and with a classification head.
+
+    Architectures other than `causal` start with `other`. `classified` adds the classification head.
+    """
     families = {causal: family, f"{other}Model": _with_head(family)}
     return families | ({f"{other}ForSequenceClassification": _with_head(family, _classifier)} if classified else {})
 
 
 def _with_head(family: Family, head: Callable[[Settings], dict[str, Any]] = lambda hf: {}) -> Family:
-    """Returns the family of a model's checkpoints that have another head than the LM head, or none. They give no
-    logits, also where a language model's embedding is its head: they were trained for something else, and what they
-    would say of the next token means nothing.
+    """Return the family for checkpoints with another head than the LM head, or without a head.
 
-    head  returns the fields of ModelConfig that say which head there is
+    Their configs have no logits, even if the embedding could serve as an LM head. These models were trained for other
+    tasks, and their next-token predictions mean nothing.
+
+    Args:
+        head: returns the fields of ModelConfig that describe the head.
     """
 
     @wraps(family)
@@ -361,13 +374,13 @@ def _with_head(family: Family, head: Callable[[Settings], dict[str, Any]] = lamb
 
 
 def _classifier(hf: Settings) -> dict[str, Any]:
-    """Returns the fields of a classification head of one linear."""
+    """Return the ModelConfig fields of a classification head of one linear."""
     labels = _labels(hf)
     return {"num_labels": len(labels) or hf.size("num_labels", 2, most=MOST_LABELS), "labels": labels}
 
 
 def _labels(hf: Settings) -> tuple[str, ...]:
-    """Returns the names of the labels, in the order of their numbers; none where the config has no names."""
+    """Return the label names in the order of their indices; () if the config has no names."""
     names = hf.settings("id2label")
     try:
         numbered = {int(key): str(value) for key, value in names.items()}
@@ -377,7 +390,7 @@ def _labels(hf: Settings) -> tuple[str, ...]:
 
 
 def _reward(hf: Settings) -> dict[str, Any]:
-    """Returns the fields of a head of two linears."""
+    """Return the ModelConfig fields of a head of two linears."""
     return {"num_labels": hf.size("num_labels", 1, most=MOST_LABELS), "head_layers": 2}
 
 
@@ -485,20 +498,19 @@ MODEL_TYPES = {
     "hy_v3": "HYV3ForCausalLM",
     "kolibri1": "Kolibri1ForCausalLM",
 }
-# By the model_type of checkpoints of transformers that name the architectures of another model: what these begin with
-# there, and here.
+# Checkpoints whose config names the architecture of another model: by model_type, its prefix there and prefold's.
 RUN_AS_OTHERS = {
     "exaone": ("Llama", "Exaone"),
     "internlm3": ("Llama", "InternLM3"),
     "iquestcoder": ("Llama", "IQuestCoder"),
     "sarvam_moe": ("Glm4Moe", "SarvamMoE"),
 }
-# By architecture, the settings that prefold's own family does. A config with another one is left to fallbacks first.
+# Settings that prefold's own family supports. With another value, the fallbacks are asked first.
 LEFT_TO_OTHERS: dict[str, HFConfig] = {
     "OlmoForCausalLM": {"clip_qkv": None},
     "OPTForCausalLM": {"do_layer_norm_before": True},
 }
-# Families of which transformers has no classifiers.
+# Families without a classifier in transformers.
 UNCLASSIFIED: tuple[Family, ...] = (
     granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm, lfm3,
     ernie4_5, hyperclovax, granite_swa, apertus, nanochat, jais2, vaultgemma, bitnet, internlm3, iquestcoder, exaone,
@@ -513,8 +525,8 @@ _OWN_CODE |= {"HunYuanMoEV1ForCausalLM"}
 _OWN_CODE |= {f"{_name}ForCausalLM" for _name in ("InternLM3", "IQuestCoder", "Exaone", "Falcon", "HunYuanDenseV1")}
 _REFUSED: dict[str, str] = {}
 _QUANTISED: dict[str, str] = {"GptOssForCausalLM": "mxfp4"}
-_FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words
-# Architectures whose families are not prefold's own.
+_FALLBACKS: dict[str, Fallback] = {}  # by label
+# Architectures of families that plugins have registered.
 REGISTERED: set[str] = set()
 FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _with_head(qwen2, _reward)}
 for _causal, _other, _family in (
@@ -530,7 +542,7 @@ for _causal, _other, _family in (
     ("GraniteMoeHybridForCausalLM", "GraniteMoeHybrid", granite4),
     ("GemmaForCausalLM", "Gemma", gemma),
     ("Gemma2ForCausalLM", "Gemma2", gemma2),
-    ("Gemma3ForCausalLM", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
+    ("Gemma3ForCausalLM", "Gemma3Text", gemma3),  # "Gemma3Model" has an image tower
     ("Gemma3nForCausalLM", "Gemma3nText", gemma3n),
     ("Gemma4ForCausalLM", "Gemma4Text", gemma4),
     ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedText", gemma4_unified),
@@ -603,9 +615,9 @@ for _causal, _other, _family in (
     ("AfmoeForCausalLM", "Afmoe", afmoe),
     ("Dots1ForCausalLM", "Dots1", dots1),
     ("ExaoneMoeForCausalLM", "ExaoneMoe", exaone_moe),
-    ("ExaoneMoEForCausalLM", "ExaoneMoE", exaone_moe),  # as the files of its makers have it
+    ("ExaoneMoEForCausalLM", "ExaoneMoE", exaone_moe),  # spelling in LG's own files
     ("PhimoeForCausalLM", "Phimoe", phimoe),
-    ("PhiMoEForCausalLM", "PhiMoE", phimoe),  # likewise
+    ("PhiMoEForCausalLM", "PhiMoE", phimoe),  # spelling in Microsoft's own files
     ("AriaTextForCausalLM", "AriaText", aria),
     ("FlexOlmoForCausalLM", "FlexOlmo", flex_olmo),
     ("SolarOpenForCausalLM", "SolarOpen", solar_open),
@@ -623,10 +635,10 @@ FAMILIES["Gemma4UnifiedForConditionalGeneration"] = gemma4_unified_with_media
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
 FAMILIES["Qwen3_5MoeForConditionalGeneration"] = qwen3_5_moe_with_tower
 
-_NO_ATTENTION = "none of its layers has attention, and a model of states alone is not supported"
-_MAMBA = "its layers are Mamba-1, where each number of a state has a decay of its own; those of Mamba-2 work"
-_DELTA = "its delta nets decay each number of a key by itself (KDA); those with one decay for each head work"
-# By model_type, what the names of its architectures begin with, and why hybrids and models of states are refused.
+_NO_ATTENTION = "it has no attention layers, and models without attention are not supported"
+_MAMBA = "its layers are Mamba-1, with a separate decay for each state element; only Mamba-2 is supported"
+_DELTA = "its delta nets have a separate decay for each key element (KDA); only one decay per head is supported"
+# Refused hybrids and attention-free models: by model_type, the prefix of the architecture and the reason.
 _WITH_STATES = {
     "bailing_hybrid": ("BailingHybrid", _DELTA),
     "falcon_mamba": ("FalconMamba", _NO_ATTENTION),
@@ -636,16 +648,16 @@ _WITH_STATES = {
     "mamba2": ("Mamba2", _NO_ATTENTION),
     "minimax": (
         "MiniMax",
-        "most of its layers have lightning attention, a linear attention that prefold does not compute",
+        "most of its layers have lightning attention, a linear attention that prefold does not support",
     ),
     "recurrent_gemma": (
         "RecurrentGemma",
-        "most of its layers are gated linear recurrences (RG-LRU), not known to prefold",
+        "most of its layers are gated linear recurrences (RG-LRU), which prefold does not support",
     ),
     "rwkv": ("Rwkv", _NO_ATTENTION),
     "xlstm": ("xLSTM", _NO_ATTENTION),
     "zamba": ("Zamba", _MAMBA),
-    "zamba2": ("Zamba2", "its blocks of attention are shared by several layers, and read the embedding of a row too"),
+    "zamba2": ("Zamba2", "its attention blocks are shared by several layers and also read the token embedding"),
 }
 MODEL_TYPES |= {model_type: f"{name}ForCausalLM" for model_type, (name, _) in _WITH_STATES.items()}
 for _name, _reason in _WITH_STATES.values():

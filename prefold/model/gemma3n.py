@@ -1,4 +1,4 @@
-"""The family of Gemma 3n: its config, and the operations of its layers, which hand on several residual streams."""
+"""The Gemma 3n family: its config, and the operations of its layers, which use several residual streams."""
 
 from __future__ import annotations
 
@@ -16,35 +16,28 @@ from .gemma4 import kv_layers_of
 from .names import Names
 from .program import DELTA, Add, Buffer, H, Linear, Match, Mix, Operation, Program, Scale, SparseGate, Weight, X
 
-MOST_STREAMS = 8  # that an operation mixes
-LEAST_SQUARE = 1e-5  # of a stream that gets the length of another one
+MOST_STREAMS = 8  # limit of the operation Mix
+LEAST_SQUARE = 1e-5  # smallest mean square of a stream when it is rescaled
 SPARSE = "sparse_gated"
-# What a router gives; the residual stream within a layer; the inside of LAuReL, and of a sparse MLP.
+# Buffers: the router's result; the residual stream within a layer; the insides of LAuReL and of a sparse MLP.
 ROUTED, ACTIVE, LAUREL, GATES, SPARSE_WIDE = "routed_streams", "active", "laurel", "sparse_gates", "sparse_wide"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3nConfig(ModelConfig):
-    """A Gemma3nConfig is the ModelConfig of a decoder with AltUp (Baykal et al. 2023) and LAuReL (Menghani et al.
-    2024).
-
-    streams       residual streams that layers hand on; the first one is X
-    laurel_rank   numbers between the two linears beside attention
-    deviations    of each layer, how many standard deviations above their mean gates let anything through; None: they
-                  all do
-    stream_scale  whether the embedding of a layer is gated by the first stream times a weight
-    """
+    """A decoder with AltUp (Baykal et al. 2023) and LAuReL (Menghani et al. 2024)."""
 
     layer_builder: ClassVar[str] = "prefold.model.gemma3n:layer"
 
-    streams: int
-    laurel_rank: int
+    streams: int  # residual streams; the first one is X
+    laurel_rank: int  # width between the two linears beside attention
+    # Per layer, gates are cut off at this many standard deviations above their mean; None: no cut.
     deviations: tuple[float | None, ...]
-    stream_scale: bool
+    stream_scale: bool  # the gate of a per-layer embedding reads the first stream times a weight
 
     @property
     def others(self) -> list[Buffer]:
-        """Return the buffers of the streams beside the first one."""
+        """Return the buffers of all residual streams but the first."""
         return [f"stream@{number}" for number in range(1, self.streams)]
 
     def program(self, copies: int = 1) -> Program:
@@ -55,11 +48,11 @@ class Gemma3nConfig(ModelConfig):
 
 
 def gemma3n(hf: HFConfig) -> ModelConfig:
-    """Return the config of Gemma 3n, the text model: residual streams that predict and correct each other (AltUp), a
-    low-rank part beside attention (LAuReL), sparse gates, embeddings for each layer, and layers that read keys and
-    values of an earlier layer. Source: modeling_gemma3n.py of transformers."""
+    """Return the config of Gemma 3n (text): several residual streams (AltUp); a low-rank branch beside attention
+    (LAuReL); sparse gates; per-layer embeddings; late layers read K/V of earlier layers. Source: modeling_gemma3n.py
+    of transformers."""
     hf = Settings.of(hf)
-    for key in ("altup_coef_clip", "altup_lr_multiplier"):  # of training
+    for key in ("altup_coef_clip", "altup_lr_multiplier"):  # for training
         hf.get(key)
     layers = num_layers(hf)
     defaults: dict[str, Any] = {"num_key_value_heads": 2, "sliding_window": 512, "final_logit_softcapping": 30.0}
@@ -78,7 +71,7 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
         logit_cap=hf.number("final_logit_softcapping", None),
     )
     if active := hf.size("altup_active_idx", 0, least=0):
-        raise UnsupportedModelError(f"altup_active_idx is {active}; layers compute the first stream, 0")
+        raise UnsupportedModelError(f"altup_active_idx is {active}; only 0, the first stream, is supported")
     deviations = _deviations(hf, layers)
     near = read_rope(rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
     reads = kv_layers_of(types, layers - hf.size("num_kv_shared_layers", 15, least=0, most=layers))
@@ -102,7 +95,7 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
 
 
 def gemma3n_with_towers(hf: HFConfig) -> ModelConfig:
-    """Return the config of a checkpoint of Gemma 3n that has towers, too, of which text alone is read."""
+    """Return the config of Gemma 3n with towers; text only."""
     hf = Settings.of(hf)
     for key in ("vision_config", "audio_config"):
         hf.get(key)
@@ -113,32 +106,37 @@ def gemma3n_with_towers(hf: HFConfig) -> ModelConfig:
 
 
 def _of_layers(hf: Settings, key: str, layers: int) -> list[int]:
-    """Return a size of each layer, of a setting that is one size or a list of them."""
+    """Return a size per layer, from a setting that is one size or a list."""
     values = hf.get(key)
     if not isinstance(values, list):
         return [hf.size(key)] * layers
     if len(values) != layers:
-        raise hf.wrong(key, f"a whole number, or a list of {layers}, one a layer")
+        raise hf.wrong(key, f"a whole number, or a list of {layers}, one per layer")
     return [Settings({key: value}, hf.file, hf.prefix).size(key) for value in values]
 
 
 def _deviations(hf: Settings, layers: int) -> tuple[float | None, ...]:
-    """Return of each layer the standard deviations above the mean that let through the share of normal numbers that is
-    not sparse; None: all gates of the layer let through."""
+    """Return a gate threshold per layer, in standard deviations above the mean; None: no threshold.
+
+    The threshold is the quantile of the normal distribution for the layer's sparsity.
+    """
     default = [0.95] * 10 * (layers > 10)
     shares = hf.get("activation_sparsity_pattern")
     shares = default + [0.0] * (layers - len(default)) if shares is None else shares
     is_right = isinstance(shares, list) and all(type(share) in (int, float) and 0 <= share < 1 for share in shares)
     if not is_right or len(shares) != layers:
-        raise hf.wrong("activation_sparsity_pattern", f"a list of {layers} numbers from 0 to less than 1, one a layer")
+        raise hf.wrong(
+            "activation_sparsity_pattern", f"a list of {layers} numbers from 0 to less than 1, one per layer"
+        )
     return tuple(NormalDist().inv_cdf(share) if share else None for share in shares)
 
 
 def layer(builder: LayerBuilder) -> tuple[Operation, ...]:
     """Return the operations of a layer.
 
-    Streams predict what they will be. Attention, LAuReL and the MLP compute on from the prediction of the first stream,
-    and what they add corrects all streams. Streams but the first then add what the layer makes of its own embedding.
+    Every stream is predicted from all streams. Attention, LAuReL and the MLP continue from the prediction of the first
+    stream, and what they add corrects all streams. Then the result of the per-layer embedding is added to all streams
+    but the first.
     """
     config = builder.config
     assert isinstance(config, Gemma3nConfig)
@@ -162,7 +160,7 @@ def layer(builder: LayerBuilder) -> tuple[Operation, ...]:
     builder.norm("post_feedforward_layernorm", DELTA, DELTA)
     add(Add(ACTIVE, DELTA))
     _add_router(builder, ACTIVE, count)
-    add(Add(ACTIVE, X, -1.0))  # what the layer has added to the prediction
+    add(Add(ACTIVE, X, -1.0))  # the layer's change to the prediction
     add(Mix(streams, (ACTIVE,), ROUTED, correct, offset=1.0))
     source = X
     if config.stream_scale:
@@ -182,7 +180,7 @@ def layer(builder: LayerBuilder) -> tuple[Operation, ...]:
 
 
 def _add_router(builder: LayerBuilder, source: Buffer, streams: int) -> None:
-    """Add what the layer's router makes of a buffer: a number for each stream."""
+    """Add the layer's router, from `source` to ROUTED, with one element per stream."""
     hidden = builder.config.hidden
     builder.norm("altup.router_norm", source, H)
     builder.linear("", [("altup.modality_router", streams)], H, ROUTED, hidden)
@@ -192,8 +190,10 @@ def _add_router(builder: LayerBuilder, source: Buffer, streams: int) -> None:
 def _streams(
     config: Gemma3nConfig, name: str, sources: Sequence[Buffer], outs: Sequence[Buffer]
 ) -> tuple[Operation, ...]:
-    """Return what takes streams through a linear each, and gives them the length of the first stream. name: of the
-    linears"""
+    """Return operations that map each source by a linear, and scale it to the length of the first stream.
+
+    `name` is the list of the linears.
+    """
     hidden, made = config.hidden, list[Operation]()
     for number, (source, out) in enumerate(zip(sources, outs, strict=True)):
         weight = Weight(((f"{name}.{number}.weight", hidden),), (hidden,))
@@ -202,7 +202,7 @@ def _streams(
 
 
 def _build_sparse(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
-    """Add a gated MLP most of whose gates let nothing through."""
+    """Add a gated MLP in which most gates are 0."""
     config, width = builder.config, builder.config.mlp_width(builder.number)
     assert isinstance(config, Gemma3nConfig)
     deviations = config.deviations[builder.number]

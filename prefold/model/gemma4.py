@@ -1,4 +1,4 @@
-"""The family of Gemma 4: functions from a Hugging Face config (a dict) to a ModelConfig. No torch."""
+"""The Gemma 4 family: functions from a Hugging Face config (a dict) to a ModelConfig. No torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ GEMMA4 = Names(
     stacks={"experts.gate_up_proj": GATE_UP, "experts.down_proj": DOWN},
     writes_stacks=True,
 )
-# What transformers has for layers that see everything, if the config says nothing.
+# transformers' default for layers with full attention.
 ROPE_OF_FULL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 
 
 def gemma4(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Gemma 4, the text model: heads of two sizes, layers that read keys and values of an earlier
-    layer, embeddings for each layer (E2B, E4B), experts beside the MLP (26B-A4B). Source: modeling_gemma4.py of
-    transformers."""
+    """Return the config of Gemma 4 (text): two head sizes; late layers read K/V of earlier layers; per-layer
+    embeddings (E2B, E4B); experts beside the MLP (26B-A4B). Source: modeling_gemma4.py of transformers."""
     hf = Settings.of(hf)
-    if hf.text("use_bidirectional_attention", None) == "vision":  # of images, which are not read
+    if hf.text("use_bidirectional_attention", None) == "vision":  # for images only, which this text model ignores
         hf = hf | {"use_bidirectional_attention": None}
     defaults: dict[str, Any] = {"num_key_value_heads": 4, "sliding_window": 512, "query_pre_attn_scalar": 1.0}
     if not hf.settings("rope_parameters"):
@@ -49,7 +48,7 @@ def gemma4(hf: HFConfig) -> ModelConfig:
         names=GEMMA4,
     )
     if config.layer_inputs and (rows := hf.size("vocab_size_per_layer_input", 262_144)) != config.vocab_size:
-        message = f"vocab_size_per_layer_input is {rows}; embeddings of layers must have vocab_size rows"
+        message = f"vocab_size_per_layer_input is {rows}; it must be vocab_size"
         raise UnsupportedModelError(f"{message}, {config.vocab_size}")
     tied, rope = hf.flag("attention_k_eq_v"), read_rope(rope_of(hf, FULL, "rope_theta", 1e6))
     far = Plane(rope=rope, sizes=_far_sizes(hf, config, types, tied), tied=tied)
@@ -78,21 +77,18 @@ def gemma4(hf: HFConfig) -> ModelConfig:
 
 
 def gemma4_unified(hf: HFConfig) -> ModelConfig:
-    """Returns the config of the text models of Gemma 4 without towers of their own (12B): Gemma 4 without embeddings of
-    layers and without experts."""
+    """Return the config of Gemma 4 12B (text): Gemma 4 without per-layer embeddings and without experts."""
     hf = Settings.of(hf)
     return gemma4({"sliding_window": 1024, "hidden_size_per_layer_input": 0, "enable_moe_block": False} | hf)
 
 
 def gemma4_with_towers(hf: HFConfig) -> ModelConfig:
-    """Returns the config of a checkpoint of Gemma 4 that has towers for images and sound, of which text alone is
-    read."""
+    """Return the config of Gemma 4 with towers; text only."""
     return _of_text(hf, gemma4)
 
 
 def gemma4_unified_with_media(hf: HFConfig) -> ModelConfig:
-    """Returns the config of a checkpoint of Gemma 4 that embeds images and sound by itself, of which text alone is
-    read."""
+    """Return the config of Gemma 4 12B with image and audio embedding; text only."""
     return _of_text(hf, gemma4_unified)
 
 
@@ -108,7 +104,7 @@ def _of_text(hf: HFConfig, family: Callable[[HFConfig], ModelConfig]) -> ModelCo
 
 
 def _far_sizes(hf: Settings, config: ModelConfig, types: list[str], tied: bool) -> KVSizes:
-    """Return the sizes of keys and values of the layers that see everything."""
+    """Return the KV sizes of layers with full attention."""
     dim, heads = hf.size("global_head_dim", 512), hf.size("num_global_key_value_heads", None) if tied else None
     of_layers = hf.settings("per_layer_config")
     every = [dict(value) for value in of_layers.values() if isinstance(value, Mapping)]
@@ -116,15 +112,19 @@ def _far_sizes(hf: Settings, config: ModelConfig, types: list[str], tied: bool) 
     if every:
         full = {number for number, kind in enumerate(types) if kind == FULL}
         if named != full or any(one != every[0] or {*one} - {"head_dim", "num_key_value_heads"} for one in every):
-            raise UnsupportedModelError("per_layer_config must give one head_dim to all layers of full attention alone")
+            raise UnsupportedModelError(
+                "per_layer_config must set the same head_dim for all full-attention layers only"
+            )
         dim, heads = every[0].get("head_dim", dim), every[0].get("num_key_value_heads", heads)
     return KVSizes(heads or config.kv_heads, dim, dim)
 
 
 def kv_layers_of(types: list[str], first: int) -> tuple[int, ...]:
-    """Return of each layer the layer whose keys and values it reads. From the layer `first` on that is the last one
-    before `first` of the same type."""
+    """Return, per layer, the layer whose keys and values it reads.
+
+    A layer before `first` reads its own. A later layer reads the last layer before `first` of the same type.
+    """
     last = {kind: number for number, kind in enumerate(types[:first])}
     if missing := {*types} - {*last}:
-        raise UnsupportedModelError(f"num_kv_shared_layers leaves no layer with keys and values of {min(missing)}")
+        raise UnsupportedModelError(f"num_kv_shared_layers leaves no {min(missing)} layer with its own keys and values")
     return tuple(number if number < first else last[kind] for number, kind in enumerate(types))

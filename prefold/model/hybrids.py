@@ -1,5 +1,4 @@
-"""The families of hybrids: functions from a Hugging Face config (a dict) to a ModelConfig some of whose layers have a
-mixer with a state. No torch."""
+"""Families of hybrids: functions from a Hugging Face config to a ModelConfig with states in some layers. No torch."""
 
 from __future__ import annotations
 
@@ -19,16 +18,21 @@ from .names import GRANITE4, Names
 
 
 def hybrid(config: ModelConfig, mixers: Sequence[str], **values: Any) -> ModelConfig:
-    """Return a hybrid with the sizes of another model. mixers: of each layer; values: further fields of ModelConfig.
+    """Return a hybrid with the sizes of another model.
 
-    Raise UnsupportedModelError for a kind of mixer that is not known, and for a model without attention.
+    Raise UnsupportedModelError for an unknown mixer, and for a model without attention.
+
+    Args:
+        config: supplies the sizes.
+        mixers: one entry per layer, see ModelConfig.
+        values: further fields of ModelConfig.
     """
     if len(mixers) != config.layers:
         raise UnsupportedModelError(f"layer_types has {len(mixers)} entries; it must have {config.layers}")
     known = {ATTENTION, "none", *MIXERS}
     if unknown := {name for mixer in mixers for name in mixer.split("+")} - known:
         kinds = ", ".join(sorted(known))
-        raise UnsupportedModelError(f"layers of the kind {sorted(unknown)[0]!r:.200} are not known; these are: {kinds}")
+        raise UnsupportedModelError(f"the mixer {sorted(unknown)[0]!r:.200} is unknown; known mixers: {kinds}")
     planes = tuple(plane for plane, mixer in zip(config.planes, mixers, strict=True) if ATTENTION in mixer.split("+"))
     return replace(config, planes=planes, mixers=tuple(mixers), **values)
 
@@ -60,9 +64,10 @@ LFM2_MOE = replace(
 
 
 def lfm2(hf: HFConfig) -> ModelConfig:
-    """Returns the config of LFM2: layers of gated short convolutions, and a few of attention with norms on q and k.
+    """Return the config of LFM2: gated short convolutions in most layers; attention with norms on q and k in the
+    others.
 
-    Source: modeling_lfm2.py of transformers, for the rounding of the MLP's width too.
+    Source: modeling_lfm2.py of transformers, also for the rounding of the MLP's width.
     """
     hf = Settings.of(hf)
     hidden, width = hf.size("hidden_size"), hf.size("block_ff_dim", None) or hf.size("intermediate_size")
@@ -73,15 +78,15 @@ def lfm2(hf: HFConfig) -> ModelConfig:
         width = -(-int(factor * width) // unit) * unit
     for key in ("conv_dim", "conv_dim_out", "block_dim"):
         if hf.size(key, hidden) != hidden:
-            raise UnsupportedModelError(f"{key} is {hf[key]}, and hidden_size {hidden}; both must be equal")
+            raise UnsupportedModelError(f"{key} is {hf[key]}; it must be hidden_size, {hidden}")
     for key in ("block_use_swiglu", "block_norm_eps", "block_use_xavier_init", "conv_use_xavier_init", "use_pos_enc"):
-        hf.get(key)  # of the model that was trained; transformers does not read them
+        hf.get(key)  # from training; transformers does not read them
     return _lfm2(hf, width, _lfm2_types(hf))
 
 
 def lfm2_moe(hf: HFConfig) -> ModelConfig:
-    """Returns the config of LFM2 with experts: LFM2, whose layers but the first ones have mixtures; their routers score
-    by sigmoids. Source: modeling_lfm2_moe.py of transformers."""
+    """Return the config of LFM2 MoE: LFM2 with experts after the first layers; sigmoid scores. Source:
+    modeling_lfm2_moe.py of transformers."""
     hf = Settings.of(hf)
     config = _lfm2(hf, hf.size("intermediate_size", 7168), _lfm2_types(hf))
     dense = hf.size("num_dense_layers", 2, least=0)
@@ -112,8 +117,8 @@ LFM3_SANDWICH = replace(
 
 
 def lfm3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of LFM3: LFM2 with norms on what each part gives too, with a gate for each head of attention,
-    and with layers that have a sliding window, and positions of their own. Source: modeling_lfm3.py of transformers."""
+    """Return the config of LFM3: LFM2 with norms after each sublayer too; one gate per attention head; some layers
+    with a sliding window and their own RoPE settings. Source: modeling_lfm3.py of transformers."""
     hf = {"sliding_window": 256, "head_dim": 128, "pad_token_id": 124893} | Settings.of(hf)
     types = hf.texts("layer_types", None) or [
         FULL if number % 4 == 2 else CONV if number % 4 or not number else SLIDING for number in range(_layers(hf))
@@ -123,7 +128,7 @@ def lfm3(hf: HFConfig) -> ModelConfig:
         hf = hf | {"rope_parameters": {SLIDING: {"rope_theta": 1e4}, FULL: far}}
     every, window = hf.settings("rope_parameters"), hf.size("sliding_window", None)
     if SLIDING in types and window is None:
-        raise hf.wrong("sliding_window", "a number of positions, which layer_types asks for")
+        raise hf.wrong("sliding_window", "a number of positions, because layer_types has sliding attention")
     ropes = {kind: hf | {"rope_scaling": None, "rope_parameters": every.settings(kind)} for kind in (FULL, SLIDING)}
     near = Plane(window, read_rope({"rope_theta": 1e6} | ropes[SLIDING]))
     sandwich, bias = hf.flag("use_sandwich_norm", True), hf.flag("attention_bias")
@@ -144,18 +149,19 @@ def _layers(hf: Settings) -> int:
 
 
 def _lfm2_types(hf: Settings) -> list[str]:
-    """Return the kind of each layer of LFM2."""
+    """Return the type of each layer of LFM2."""
     full = hf.get("full_attn_idxs")
     types = [FULL if full is None or number in full else CONV for number in range(_layers(hf))]
     return hf.texts("layer_types", None) or types
 
 
 def _lfm2(hf: Settings, width: int, types: Sequence[str], taps: int = 3) -> ModelConfig:
-    """Return what the models of LFM2 and 3 have in common.
+    """Return the common part of LFM2 and LFM3.
 
-    width  of a gated MLP
-    types  of each layer
-    taps   of a convolution, if the config does not say
+    Args:
+        width: inner width of the MLP.
+        types: one type per layer.
+        taps: default size of a convolution.
     """
     settings = {
         "rms_norm_eps": hf.number("norm_eps", 1e-5, zero=True),
@@ -183,8 +189,8 @@ QWEN_NEXT = replace(
 
 
 def qwen3_5(hf: HFConfig, names: Names = QWEN) -> ModelConfig:
-    """Returns the config of Qwen3.5's dense text models: gated delta nets, and every fourth layer gated attention, of
-    whose heads a quarter is rotated; norms whose weights are stored less one. names: of its tensors"""
+    """Return the config of Qwen3.5 (dense, text): gated delta nets; gated attention in every fourth layer, with RoPE
+    on a quarter of each head; norm weights stored minus 1. `names` are the names of its tensors."""
     hf = Settings.of(hf)
     layers, interval = hf.size("num_hidden_layers"), hf.size("full_attention_interval", 4)
     types = hf.texts("layer_types", None) or [
@@ -192,7 +198,7 @@ def qwen3_5(hf: HFConfig, names: Names = QWEN) -> ModelConfig:
     ]
     rope = hf.settings("rope_parameters") or hf.settings("rope_scaling")
     partial = rope.number("partial_rotary_factor", None) or hf.number("partial_rotary_factor", 0.25)
-    # The three axes of an image's positions are one and the same for text.
+    # The three position axes of images are equal for text.
     for key in ("mrope_section", "mrope_interleaved"):
         rope.get(key)
     head_dim = hf.size("head_dim", 256)
@@ -215,10 +221,13 @@ def qwen3_5(hf: HFConfig, names: Names = QWEN) -> ModelConfig:
 def _delta_hybrid(
     hf: Settings, config: ModelConfig, types: Sequence[str], defaults: tuple[int, int, int, int], **sizes: object
 ) -> ModelConfig:
-    """Return a hybrid of gated delta nets.
+    """Return a hybrid with gated delta nets.
 
-    defaults  heads of keys and of values, and the numbers of a key and of a value, if the config does not say
-    sizes     further ones
+    Args:
+        types: one type per layer.
+        defaults: default key heads, value heads, elements per key and elements per value; 0: three quarters of hidden /
+            key heads for keys, twice the key's size for values.
+        sizes: further sizes of the mixer.
     """
     key_heads = hf.size("linear_num_key_heads", defaults[0])
     value_heads = hf.size("linear_num_value_heads", defaults[1])
@@ -240,7 +249,7 @@ def _delta_hybrid(
 
 def _check_silu(config: ModelConfig) -> None:
     if config.activation != "silu":
-        raise UnsupportedModelError("hidden_act is not silu, which follows the short convolutions of a mixer")
+        raise UnsupportedModelError("hidden_act must be silu, because the mixer's convolutions use it too")
 
 
 LARA_MINI = Names(
@@ -253,9 +262,8 @@ LARA_MINI = Names(
 
 
 def lara_mini(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Lara Mini: gated delta nets, attention with a sliding window, and attention to everything,
-    which rotates nothing; all with mixtures beside an MLP for all rows. Source: modeling_lara_mini.py of
-    transformers."""
+    """Return the config of Lara Mini: gated delta nets, sliding-window attention, and full attention without RoPE;
+    experts with a shared expert in every layer. Source: modeling_lara_mini.py of transformers."""
     hf = Settings.of(hf)
     period = (DELTA_NET, SLIDING, DELTA_NET, FULL, SLIDING)
     types = hf.texts("layer_types", None) or [period[number % 5] for number in range(_layers(hf))]
@@ -292,9 +300,9 @@ OLMO_HYBRID = Names(
 
 
 def olmo_hybrid(hf: HFConfig) -> ModelConfig:
-    """Returns the config of OLMo Hybrid: gated delta nets whose states may have negative eigenvalues, in layers with
-    norms before each part; and OLMo 2's attention, with norms after each part, which rotates nothing in the models that
-    are published. Source: modeling_olmo_hybrid.py of transformers."""
+    """Return the config of OLMo Hybrid: gated delta nets, whose states may have negative eigenvalues, with norms
+    before each sublayer; OLMo 2's attention, without RoPE in the published models. Source: modeling_olmo_hybrid.py
+    of transformers."""
     hf = Settings.of(hf)
     types = hf.texts("layer_types", None) or [FULL if n % 4 == 3 else DELTA_NET for n in range(_layers(hf))]
     types = types if FULL in types else [*types[:-1], FULL]
@@ -314,8 +322,7 @@ def olmo_hybrid(hf: HFConfig) -> ModelConfig:
 
 
 def qwen3_5_moe(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Qwen3.5's text models with experts (35B-A3B): Qwen3.5, whose MLPs are mixtures beside an
-    MLP for all rows, with a gate."""
+    """Return the config of Qwen3.5 MoE (35B-A3B, text): Qwen3.5 with experts and a gated shared expert."""
     hf = Settings.of(hf)
     width = hf.size("moe_intermediate_size", 512)
     config = qwen3_5(hf | {"intermediate_size": width}, names=QWEN_MOE)
@@ -329,8 +336,7 @@ def qwen3_5_moe(hf: HFConfig) -> ModelConfig:
 
 
 def qwen3_next(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Qwen3-Next: Qwen3.5 with experts, where the linears before a delta net are two, and some
-    layers may have a dense MLP."""
+    """Return the config of Qwen3-Next: Qwen3.5 MoE with other fused tensors; some layers may have a dense MLP."""
     hf = Settings.of(hf)
     config = qwen3_5({"intermediate_size": 5632} | hf, names=QWEN_NEXT)
     config = replace(config, sizes={**config.sizes, "in_parts": "qkvzba"})
@@ -340,13 +346,12 @@ def qwen3_next(hf: HFConfig) -> ModelConfig:
 
 
 def qwen3_5_with_tower(hf: HFConfig) -> ModelConfig:
-    """Returns the config of a checkpoint of Qwen3.5 that has a tower for images, of which text alone is read."""
+    """Return the config of Qwen3.5 with an image tower; text only."""
     return _without_tower(hf, qwen3_5)
 
 
 def qwen3_5_moe_with_tower(hf: HFConfig) -> ModelConfig:
-    """Returns the config of a checkpoint of Qwen3.5 with experts and a tower for images, of which text alone is
-    read."""
+    """Return the config of Qwen3.5 MoE with an image tower; text only."""
     return _without_tower(hf, qwen3_5_moe)
 
 
@@ -360,8 +365,8 @@ def _without_tower(hf: HFConfig, family: Callable[[HFConfig], ModelConfig]) -> M
 
 
 def granite4(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Granite 4: layers of attention alone; or most of Mamba-2, and a few of attention, which
-    rotate nothing (4 H), with or without experts."""
+    """Return the config of Granite 4: all attention, or mostly Mamba-2 with a few attention layers without RoPE (4
+    H); with or without experts."""
     hf = Settings.of(hf)
     norm = hf.text("normalization_function", "rmsnorm")
     if norm != "rmsnorm":
@@ -374,23 +379,26 @@ def granite4(hf: HFConfig) -> ModelConfig:
         chosen = hf.size("num_experts_per_tok", 8)
         config = mixture(granite(hf), count=count, chosen=chosen, shared=shared, names=GRANITE)
     else:
-        hf.get("num_experts_per_tok")  # of no experts
+        hf.get("num_experts_per_tok")  # no effect without experts
         config = replace(granite(hf | {"intermediate_size": shared}), names=GRANITE4)
     if hf.text("position_embedding_type", None) != "rope":
         config = replace(config, rope=STILL)
     if set(mixers) == {ATTENTION}:
         for key in [*(key for key in hf if key.startswith("mamba_")), "time_step_limit"]:
-            hf.get(key)  # of recurrent layers, of which there are none
+            hf.get(key)  # for recurrent layers, which this model lacks
         return config
     return hybrid(config, mixers, sizes=_mamba_sizes(hf, config, hf.size("mamba_expand", 2) * config.hidden))
 
 
 def _mamba_sizes(hf: Settings, config: ModelConfig, inner: int) -> dict[str, object]:
-    """Return the numbers of Mamba-2 by the keys of Granite 4, Bamba and Falcon-H1. inner: of all heads together"""
-    hf.get("mamba_chunk_size")  # of transformers' kernels
+    """Return the sizes of Mamba-2 from the keys of Granite 4, Bamba and Falcon-H1.
+
+    `inner` is the width of all heads together.
+    """
+    hf.get("mamba_chunk_size")  # for transformers' kernels
     heads, groups = hf.size("mamba_n_heads", 128), hf.size("mamba_n_groups", 1)
     if hf.get("mamba_d_head", "auto") not in ("auto", inner / heads) or inner % heads or heads % groups:
-        raise hf.wrong("mamba_n_heads", f"a multiple of mamba_n_groups that divides the width, {inner}")
+        raise hf.wrong("mamba_n_heads", f"a multiple of mamba_n_groups, and a divisor of the inner width, {inner}")
     _check_silu(config)
     return {
         "heads": heads,
@@ -405,7 +413,7 @@ def _mamba_sizes(hf: Settings, config: ModelConfig, inner: int) -> dict[str, obj
 
 
 def _limits(hf: Settings) -> tuple[float, ...]:
-    """Return the least and the largest time step of Mamba-2."""
+    """Return the smallest and the largest time step of Mamba-2."""
     limits = hf.get("time_step_limit", [0.0, math.inf])
     limits = limits if isinstance(limits, list | tuple) else ()
     if len(limits) != 2 or not all(isinstance(limit, int | float) for limit in limits):
@@ -420,13 +428,13 @@ BAMBA = Names(
 
 
 def bamba(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Bamba: Mamba-2, and a few layers of attention, which rotate half of each head. Source:
+    """Return the config of Bamba: Mamba-2; a few attention layers with RoPE on half of each head. Source:
     modeling_bamba.py of transformers."""
     hf = Settings.of(hf)
     full = hf.get("attn_layer_indices") or []
     if not isinstance(full, list) or not all(isinstance(number, int) for number in full):
-        raise hf.wrong("attn_layer_indices", "a list of numbers of layers")
-    hf.get("attn_rotary_emb")  # transformers rotates half of each head, whatever it says
+        raise hf.wrong("attn_layer_indices", "a list of layer indices")
+    hf.get("attn_rotary_emb")  # ignored: transformers rotates half of each head
     defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 0, "num_key_value_heads": 8}
     config = llama(defaults | hf | {"partial_rotary_factor": 0.5}, names=BAMBA)
     inner = hf.size("mamba_expand", 2) * config.hidden
@@ -435,19 +443,21 @@ def bamba(hf: HFConfig) -> ModelConfig:
 
 
 def falcon_h1(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Falcon-H1: Mamba-2 and attention beside each other in each layer, and factors on what most
-    linears read or give. Source: modeling_falcon_h1.py of transformers."""
+    """Return the config of Falcon-H1: Mamba-2 and attention side by side in every layer; factors on most linears.
+    Source: modeling_falcon_h1.py of transformers."""
     hf = Settings.of(hf)
     defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 0, "num_key_value_heads": 8}
     config = llama(defaults | hf, names=BAMBA)
     names = ("attention_in", "attention_out", "ssm_in", "ssm_out", "key", "embedding", "lm_head")
     scale = {name: float(hf.number(f"{name}_multiplier", 1.0)) for name in names}
     if not hf.flag("mamba_use_mlp", True):
-        raise hf.wrong("mamba_use_mlp", "true; a layer has an MLP")
-    hf.get("time_step_floor")  # of random weights
+        raise hf.wrong("mamba_use_mlp", "true; layers without an MLP are not supported")
+    hf.get("time_step_floor")  # for random weights
     of_mlp, of_ssm = (_factors(hf, key, count) for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)))
     inner = hf.size("mamba_expand", 2) * config.hidden
-    inner = hf.size("mamba_d_ssm", inner if "mamba_d_ssm" in hf else 1024)  # null is not a missing key
+    inner = hf.size(
+        "mamba_d_ssm", inner if "mamba_d_ssm" in hf else 1024
+    )  # a missing key has another default than null
     norm = "first" if hf.flag("mamba_norm_before_gate", True) else "last"
     sizes = _mamba_sizes(hf, config, inner) | {
         "norm": norm if hf.flag("mamba_rms_norm") else "",
@@ -456,8 +466,8 @@ def falcon_h1(hf: HFConfig) -> ModelConfig:
     }
     for name, biased in (("attention_in", config.qkv_bias), ("ssm_in", sizes["bias"])):
         if biased and scale[name] != 1:
-            raise UnsupportedModelError(f"{name}_multiplier is {scale[name]}, and the linears that read it have biases")
-    # A factor of what q and k read, or of k, is one of their products; a factor of what v reads is one of the result.
+            raise UnsupportedModelError(f"{name}_multiplier is {scale[name]}; it must be 1 if its linears have biases")
+    # A factor of k, or of the input of q and k, scales attention scores. A factor of the input of v scales the result.
     of_keys = scale["attention_in"] ** 2 * scale["key"]
     parts = {MAMBA: scale["ssm_out"], ATTENTION: scale["attention_in"] * scale["attention_out"], "mlp": of_mlp[1]}
     return hybrid(
@@ -473,7 +483,7 @@ def falcon_h1(hf: HFConfig) -> ModelConfig:
 
 
 def _factors(hf: Settings, key: str, count: int) -> Sequence[float]:
-    """Return a list of so many factors; where the config has none they are 1."""
+    """Return a list of `count` factors; all 1 if the config has none."""
     factors: list[float] = hf.numbers(key, [1.0] * count)
     if len(factors) != count:
         raise hf.wrong(key, f"a list of {count} numbers")
@@ -500,15 +510,15 @@ NEMOTRON_H = Names(
     before=r"backbone\.",
     other_names=r"mtp\.",
 )
-# What early files call the keys of Nemotron-H, and the kinds of its layers.
+# Keys of Nemotron-H in early files.
 _NEMOTRON_KEYS = {
     "n_groups": "mamba_n_groups",
     "conv_kernel": "mamba_d_conv",
     "time_step_min": "mamba_dt_min",
     "use_conv_bias": "mamba_conv_bias",
 }
-# What transformers does not read, or reads to make random weights, and what is of layers that predict several tokens.
-# States are float32 here.
+# Keys without effect: ignored by transformers, for random weights, or for multi-token prediction.
+# The dtype of states has no effect because prefold's states are float32.
 _NEMOTRON_UNREAD = (
     "time_step_limit",
     "mamba_dt_limit",
@@ -525,8 +535,8 @@ _NEMOTRON_UNREAD = (
     "mamba_dt_init_floor",
     "mamba_dt_max",
     "mamba_expand",
-    "norm_eps",  # layer_norm_epsilon is what counts
-    "attention_head_dim",  # head_dim is
+    "norm_eps",  # layer_norm_epsilon decides
+    "attention_head_dim",  # head_dim decides
 )
 _NEMOTRON_KINDS = {"M": DELTA_NET, "E": "moe", "*": FULL, "-": "mlp", "mamba": DELTA_NET, ATTENTION: FULL}
 _NEMOTRON_LAYERS = {
@@ -538,8 +548,8 @@ _NEMOTRON_LAYERS = {
 
 
 def nemotron_h(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Nemotron-H and Nemotron 3: layers of one part each, Mamba-2, attention that rotates
-    nothing, an MLP without a gate, or a mixture of such. Source: modeling_nemotron_h.py of transformers."""
+    """Return the config of Nemotron-H and Nemotron 3: each layer is one of Mamba-2, attention without RoPE, an MLP
+    without a gate, or experts. Source: modeling_nemotron_h.py of transformers."""
     hf = Settings.of(hf)
     hf = hf | {key: hf[old] for key, old in _NEMOTRON_KEYS.items() if old in hf}
     layers = [_NEMOTRON_LAYERS[kind] for kind in _nemotron_kinds(hf)]
@@ -553,7 +563,7 @@ def nemotron_h(hf: HFConfig) -> ModelConfig:
     config = decoder(defaults | hf | settings, rotary=False, mlp_bias=hf.flag("mlp_bias"), names=NEMOTRON_H)
     config = replace(config, rope=STILL)
     if hf.text("mamba_hidden_act", "silu") != "silu":
-        raise hf.wrong("mamba_hidden_act", "silu, the only one that there is code for")
+        raise hf.wrong("mamba_hidden_act", "silu, the only supported value")
     for key in _NEMOTRON_UNREAD:
         hf.get(key)
     sizes = {
@@ -574,18 +584,18 @@ def nemotron_h(hf: HFConfig) -> ModelConfig:
 
 
 def _nemotron_kinds(hf: Settings) -> list[str]:
-    """Return the kind of each layer, by any of the keys that say it."""
+    """Return the type of each layer, from any of the keys that state it."""
     kinds = hf.texts("layers_block_type", None) or hf.texts("layer_types", None)
     pattern = hf.text("hybrid_override_pattern", None)
     kinds = kinds or list(pattern or ()) or [DELTA_NET, "moe", FULL, "mlp"]
     named = [_NEMOTRON_KINDS.get(kind, kind) for kind in kinds]
     if unknown := {*named} - _NEMOTRON_LAYERS.keys():
-        raise UnsupportedModelError(f"layers of the kind {min(unknown)!r:.200} are not known to Nemotron-H")
+        raise UnsupportedModelError(f"the layer type {min(unknown)!r:.200} is not supported for Nemotron-H")
     return named
 
 
 def _nemotron_mixture(hf: Settings, config: ModelConfig, mlps: Sequence[str]) -> ModelConfig:
-    """Return the config with the experts that the keys of Nemotron-H name; without, if no layer has any."""
+    """Return the config with the experts that Nemotron-H's keys describe, or unchanged if no layer has experts."""
     with_experts = mixture(
         config,
         count=hf.size("n_routed_experts", 8),

@@ -1,4 +1,4 @@
-"""The families of latent attention (MLA): functions from a Hugging Face config (a dict) to a ModelConfig. No torch."""
+"""Families with multi-head latent attention (MLA): functions from a Hugging Face config to a ModelConfig. No torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from .names import Names
 
 
 def latent_decoder(hf: HFConfig, *, value_dim: int | None = 128, **options: Any) -> ModelConfig:
-    """Return the config of a dense model with latent attention. value_dim: of a value, if the config does not say it;
-    options: fields of ModelConfig"""
+    """Return the config of a dense model with latent attention.
+
+    Args:
+        hf: the Hugging Face config.
+        value_dim: default for `v_head_dim`; None: hidden_size / heads.
+        options: fields of ModelConfig.
+    """
     hf = Settings.of(hf)
     heads, tail, dim = hf.size("num_attention_heads"), hf.size("qk_rope_head_dim", 64), hf.size("qk_nope_head_dim", 128)
     if (kv_heads := hf.size("num_key_value_heads", heads)) != heads:
         raise UnsupportedModelError(
-            f"num_key_value_heads is {kv_heads}; latent attention has as many as heads, {heads}"
+            f"num_key_value_heads is {kv_heads}; with latent attention it must be num_attention_heads, {heads}"
         )
-    hf.get("head_dim")  # that of the rotated part, whatever it says
+    hf.get("head_dim")  # ignored: the rotated part has qk_rope_head_dim elements
     query_rank = hf.size("q_lora_rank", 1536) if hf.get("q_lora_rank", 1536) is not None else 0
     value = hf.size("v_head_dim", value_dim or hf.size("hidden_size") // heads)
     sizes = Latent(hf.size("kv_lora_rank", 512), query_rank, dim, tail, value)
@@ -43,7 +48,7 @@ def latent_decoder(hf: HFConfig, *, value_dim: int | None = 128, **options: Any)
 
 
 def _temperature(config: ModelConfig) -> float:
-    """Return what YaRN multiplies the scores with in DeepSeek's models (as transformers does)."""
+    """Return the factor of attention scores for YaRN in DeepSeek's models, as in transformers."""
     assert config.rope is not None
     settings = config.rope.settings
     if config.rope.kind != "yarn" or not settings["mscale_all_dim"] or settings["factor"] <= 1:
@@ -56,7 +61,7 @@ def _names(hf: Settings) -> Names:
 
 
 def deepseek_v2(hf: HFConfig) -> ModelConfig:
-    """Returns the config of DeepSeek-V2 and V2-Lite: latent attention, and mixtures beside an MLP for all rows."""
+    """Return the config of DeepSeek-V2 and V2-Lite: latent attention; experts with a shared expert."""
     hf = Settings.of(hf)
     config = latent_decoder(hf, names=replace(DEEPSEEK, interleaved=True), mlp_bias=hf.flag("mlp_bias"))
     method = hf.text("topk_method", "greedy")
@@ -71,8 +76,8 @@ def deepseek_v2(hf: HFConfig) -> ModelConfig:
 
 
 def deepseek_v3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of DeepSeek-V3 and R1: latent attention, and mixtures whose routers score by sigmoids, choose
-    groups first and correct scores when they choose."""
+    """Return the config of DeepSeek-V3 and R1: latent attention; experts with sigmoid scores, a bias for the choice,
+    and groups."""
     hf = Settings.of(hf)
     defaults = {"moe_intermediate_size": 2048, "n_routed_experts": 256, "routed_scaling_factor": 2.5}
     hf = defaults | {"n_group": 8, "topk_group": 4} | hf
@@ -82,8 +87,7 @@ def deepseek_v3(hf: HFConfig) -> ModelConfig:
 
 
 def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
-    """Returns the config of GLM-4.7-Flash: latent attention, and the mixtures of DeepSeek-V3 in all layers but the
-    first."""
+    """Return the config of GLM-4.7-Flash: latent attention; DeepSeek-V3's mixtures in all layers but the first."""
     hf = Settings.of(hf)
     defaults = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
     defaults |= {"moe_intermediate_size": 1536, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4}
@@ -93,8 +97,8 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
 
 
 def mistral4(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Mistral Small 4: latent attention whose queries grow with their positions, and mixtures
-    whose routers choose groups first. Source: modeling_mistral4.py of transformers."""
+    """Return the config of Mistral Small 4: latent attention; queries grow with the position; experts in groups.
+    Source: modeling_mistral4.py of transformers."""
     defaults = {"num_attention_heads": 32, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
     defaults |= {"n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "pad_token_id": 11}
     rope = {"type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
@@ -109,24 +113,25 @@ def mistral4(hf: HFConfig) -> ModelConfig:
 
 
 def _rope_of_tails(hf: Settings) -> dict[str, Any]:
-    """Return the rotary settings of the tails, which are rotated as a whole. Configs may say which part of a key a tail
-    is."""
+    """Return the rotary settings of the key tails, which rotate as a whole.
+
+    Configs may state the share of a key that rotates. It must match the tail.
+    """
     rope, tail = hf.settings("rope_scaling") or hf.settings("rope_parameters"), hf.size("qk_rope_head_dim", 64)
     share = rope.number("partial_rotary_factor", None)
     if share is not None and int(share * (whole := hf.size("qk_nope_head_dim") + tail)) != tail:
-        raise rope.wrong("partial_rotary_factor", f"the part of a key that is rotated, {tail} of {whole}")
+        raise rope.wrong("partial_rotary_factor", f"the rotated share of a key, {tail} of {whole}")
     return {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
 
 
 def youtu(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Youtu-LLM: Llama with latent attention."""
+    """Return the config of Youtu-LLM: Llama with latent attention."""
     hf = Settings.of(hf)
     return latent_decoder({"tie_word_embeddings": True} | hf, names=Names(interleaved=hf.flag("rope_interleave", True)))
 
 
 def minicpm3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of MiniCPM 3: latent attention, with factors on embeddings, on what each part adds, and on
-    logits."""
+    """Return the config of MiniCPM 3: latent attention; factors on embeddings, residuals and logits."""
     hf = Settings.of(hf)
     layers, hidden = hf.size("num_hidden_layers"), hf.size("hidden_size")
     depth, base = hf.number("scale_depth", None), hf.size("dim_model_base", None)

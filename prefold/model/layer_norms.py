@@ -1,5 +1,4 @@
-"""Families with LayerNorm: functions from a Hugging Face config (a dict) to a ModelConfig, and what their checkpoints
-call things. No torch."""
+"""Families with LayerNorm: functions from a Hugging Face config (a dict) to a ModelConfig. No torch."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from .decoders import HFConfig, decoder, gpt2_settings, llama
 from .names import GPT2, Names
 
 QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
-# Of MLPs and of attention whose queries, keys and values are one tensor, as GPT-NeoX and Falcon call them.
+# Names of MLPs in GPT-NeoX and Falcon.
 DENSE = {"mlp.dense_h_to_4h": ("mlp.up_proj",), "mlp.dense_4h_to_h": ("mlp.down_proj",)}
-# What says in how many groups the outputs of such a tensor lie.
+# The entry of `ModelConfig.sizes` with the number of groups in a fused tensor of q, k and v.
 GROUPS = "qkv_groups"
 STABLELM = Names(parts={f"self_attn.{part}_layernorm.norms.{{}}": (f"self_attn.{part}_norm.{{}}",) for part in "qk"})
 GPT_NEOX = Names(
@@ -91,7 +90,7 @@ GPTJ = replace(
         "mlp.fc_out": ("mlp.down_proj",),
     },
 )
-# The heads of each of the four parts that CodeGen was trained in.
+# CodeGen stores heads in four groups, a result of its model-parallel training.
 CODEGEN = replace(
     GPTJ, parts={**GPTJ.parts, "attn.qkv_proj": (QKV[0], QKV[2], QKV[1])}, grouped={"attn.qkv_proj": GROUPS}
 )
@@ -107,8 +106,8 @@ GPT_NEO = replace(
 
 
 def cohere(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Command R: the MLP beside attention, LayerNorm without a bias, heads that are rotated
-    number by number and normed in some models, each with weights of its own."""
+    """Return the config of Command R: parallel attention and MLP; LayerNorm without bias; interleaved RoPE; in some
+    models, norms on q and k with weights per head."""
     hf = {"tie_word_embeddings": True, "rope_theta": 5e5, "pad_token_id": 0} | Settings.of(hf)
     return llama(
         hf | _epsilon(hf, "layer_norm_eps") | {"mlp_bias": False},
@@ -122,15 +121,15 @@ def cohere(hf: HFConfig) -> ModelConfig:
 
 
 def nemotron(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Nemotron 4 and Minitron: LayerNorm that is stored less one, no gate, the square of ReLU;
-    half of each head is rotated."""
+    """Return the config of Nemotron 4 and Minitron: LayerNorm weights stored minus 1; squared ReLU without a gate;
+    RoPE on half of each head."""
     hf = {"hidden_act": "relu2", "partial_rotary_factor": 0.5} | Settings.of(hf)
     return llama(hf | _epsilon(hf, "norm_eps"), norm="layer", norm_offset=1.0, mlp="plain")
 
 
 def stablelm(hf: HFConfig) -> ModelConfig:
-    """Returns the config of StableLM: a quarter of each head is rotated; in some, a norm of each head, and the MLP
-    beside attention."""
+    """Return the config of StableLM: RoPE on a quarter of each head; some models have norms per head, or parallel
+    attention and MLP."""
     hf = {"partial_rotary_factor": 0.25, "num_key_value_heads": 32} | Settings.of(hf)
     return decoder(
         hf | _epsilon(hf, "layer_norm_eps"),
@@ -144,17 +143,17 @@ def stablelm(hf: HFConfig) -> ModelConfig:
 
 
 def falcon(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Falcon: queries, keys and values are one tensor; the MLP beside attention, with the same
-    norm or one of its own; no gate."""
+    """Return the config of Falcon: parallel attention and MLP, with the same norm or one each; fused q, k and v; no
+    gate."""
     hf = Settings.of(hf)
     if hf.flag("alibi"):
-        raise UnsupportedModelError("alibi, biases of attention by distance, is not supported; rotary positions are")
+        raise UnsupportedModelError("alibi is not supported; only rotary positions are")
     heads, is_new = hf.size("num_attention_heads"), hf.flag("new_decoder_architecture")
     kv_heads = 1 if hf.flag("multi_query", True) else heads
     if is_new:
         kv_heads = hf.size("num_kv_heads", heads)
     hidden = hf.size("n_embed", None) or hf.size("hidden_size")
-    hf.get("num_kv_heads")  # says nothing in the older ones
+    hf.get("num_kv_heads")  # no effect in older models
     renamed = {"hidden_size": hidden, "hidden_act": hf.text("activation", "gelu")}
     renamed["intermediate_size"] = hf.size("ffn_hidden_size", 4 * hidden)
     two_norms, parallel = hf.size("num_ln_in_parallel_attn", 2), hf.flag("parallel_attn", True)
@@ -176,8 +175,8 @@ def falcon(hf: HFConfig) -> ModelConfig:
 
 
 def gpt_neox(hf: HFConfig) -> ModelConfig:
-    """Returns the config of GPT-NeoX and Pythia: queries, keys and values are one tensor; the MLP beside attention,
-    with a norm of its own; a quarter of each head is rotated."""
+    """Return the config of GPT-NeoX and Pythia: parallel attention and MLP, with one norm each; fused q, k and v;
+    RoPE on a quarter of each head."""
     hf = Settings.of(hf)
     heads, parallel = hf.size("num_attention_heads"), hf.flag("use_parallel_residual", True)
     biased = hf.flag("attention_bias", True)
@@ -199,8 +198,7 @@ def gpt_neox(hf: HFConfig) -> ModelConfig:
 
 
 def phi(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Phi 1, 1.5 and 2: the MLP beside attention, biases everywhere, half of each head is
-    rotated."""
+    """Return the config of Phi 1, 1.5 and 2: parallel attention and MLP; biases; RoPE on half of each head."""
     hf = {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5} | Settings.of(hf)
     return decoder(
         hf | _epsilon(hf, "layer_norm_eps"),
@@ -218,8 +216,7 @@ def phi(hf: HFConfig) -> ModelConfig:
 
 
 def persimmon(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Persimmon: queries, keys and values are one tensor, norms on q and k, the square of ReLU,
-    half of each head is rotated."""
+    """Return the config of Persimmon: fused q, k and v; norms on q and k; squared ReLU; RoPE on half of each head."""
     hf = {"hidden_act": "relu2", "partial_rotary_factor": 0.5} | Settings.of(hf)
     heads = hf.size("num_attention_heads")
     return decoder(
@@ -238,21 +235,21 @@ def persimmon(hf: HFConfig) -> ModelConfig:
 
 
 def jais2(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Jais 2: biases everywhere, no gate, the square of ReLU."""
+    """Return the config of Jais 2: biases; squared ReLU without a gate."""
     hf = {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True} | Settings.of(hf)
     return llama(hf | _epsilon(hf, "layer_norm_eps"), norm="layer", mlp="plain")
 
 
 def opt(hf: HFConfig) -> ModelConfig:
-    """Returns the config of OPT: learned positions, ReLU, no gate."""
+    """Return the config of OPT: learned positions; ReLU without a gate."""
     hf = Settings.of(hf)
     hidden = hf.size("hidden_size")
     expected = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "word_embed_proj_dim": hidden}
     for key, value in expected.items():
         if hf.get(key, value) not in (None, value):
             raise UnsupportedModelError(
-                f"{key} is {hf[key]}; OPT works with {value}, and with others through transformers' modules (pip "
-                "install 'prefold[transformers]')"
+                f"{key} is {hf[key]}; OPT needs {value}. Other values need transformers' modules (pip install "
+                "'prefold[transformers]')"
             )
     renamed = {"hidden_act": hf.text("activation_function", "relu"), "intermediate_size": hf.size("ffn_dim")}
     biased, weighted = hf.flag("enable_bias", True), hf.flag("layer_norm_elementwise_affine", True)
@@ -263,18 +260,18 @@ def opt(hf: HFConfig) -> ModelConfig:
 
 
 def gpt_neo(hf: HFConfig) -> ModelConfig:
-    """Returns the config of GPT-Neo: learned positions; every second layer has a sliding window; scores of attention
-    are not scaled."""
+    """Return the config of GPT-Neo: learned positions; a sliding window in every second layer; unscaled attention
+    scores."""
     hf = Settings.of(hf)
     hidden, layers = hf.size("hidden_size"), hf.size("num_layers", most=MOST_LAYERS)
     kinds = list[str]()
     for entry in hf.get("attention_types") or [[["global", "local"], layers // 2]]:
         is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], int) and 0 < entry[1] <= layers
         if not is_pair or not isinstance(entry[0], list):
-            raise hf.wrong("attention_types", "a list of pairs: a list of kinds, and how often it comes")
+            raise hf.wrong("attention_types", "a list of pairs [list of layer types, repetitions]")
         kinds += entry[0] * entry[1]
     if len(kinds) != layers or any(kind not in ("global", "local") for kind in kinds):
-        raise hf.wrong("attention_types", f"global or local for each of {layers} layers")
+        raise hf.wrong("attention_types", f"global or local for each of the {layers} layers")
     window = hf.size("window_size", 256)
     renamed = {
         "num_hidden_layers": layers,
@@ -282,7 +279,7 @@ def gpt_neo(hf: HFConfig) -> ModelConfig:
         "intermediate_size": hf.size("intermediate_size", 4 * hidden),
         "hidden_act": hf.text("activation_function", "gelu_new"),
     }
-    hf.get("attention_layers")  # attention_types says it
+    hf.get("attention_layers")  # the same as attention_types
     return _with_learned_positions(
         {"tie_word_embeddings": True} | hf | renamed,
         epsilon="layer_norm_epsilon",
@@ -295,12 +292,12 @@ def gpt_neo(hf: HFConfig) -> ModelConfig:
 
 
 def gpt_bigcode(hf: HFConfig) -> ModelConfig:
-    """Returns the config of StarCoder and SantaCoder: GPT-2, whose queries share one head of keys and values."""
+    """Return the config of StarCoder and SantaCoder: GPT-2 with one KV head."""
     hf = Settings.of(hf)
     if hf.get("add_cross_attention"):
         raise UnsupportedModelError("add_cross_attention is not supported")
     for key in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
-        hf.get(key)  # of rounding
+        hf.get(key)  # for rounding only
     renamed = {**gpt2_settings(hf), "hidden_act": hf.text("activation_function", "gelu_pytorch_tanh")}
     kv_heads = 1 if hf.flag("multi_query", True) else renamed["num_attention_heads"]
     return _with_learned_positions(
@@ -317,7 +314,7 @@ def gpt_bigcode(hf: HFConfig) -> ModelConfig:
 
 
 def gptj(hf: HFConfig, **options: Any) -> ModelConfig:
-    """Returns the config of GPT-J: the MLP beside attention, heads that are rotated in part, number by number. options:
+    """Return the config of GPT-J: parallel attention and MLP; interleaved RoPE on part of each head. `options` are
     further arguments of `decoder`."""
     hf = Settings.of(hf)
     renamed = gpt2_settings(hf)
@@ -340,16 +337,18 @@ def gptj(hf: HFConfig, **options: Any) -> ModelConfig:
 
 
 def codegen(hf: HFConfig) -> ModelConfig:
-    """Returns the config of CodeGen: GPT-J, whose queries, values and keys are one tensor."""
+    """Return the config of CodeGen: GPT-J with fused q, v and k."""
     config = gptj(hf, names=CODEGEN, sizes={GROUPS: 4})
     if config.heads % 4:
-        raise UnsupportedModelError(f"n_head is {config.heads}; CodeGen has its heads in four parts of equal size")
+        raise UnsupportedModelError(f"n_head is {config.heads}; for CodeGen it must be a multiple of 4")
     return config
 
 
 def _with_learned_positions(hf: Settings, *, epsilon: str = "", **options: Any) -> ModelConfig:
-    """Return the config of a model without a gate, whose positions have embeddings. epsilon: the key of that of its
-    norms; "": it is 1e-5"""
+    """Return the config of a model with learned positions and MLPs without a gate.
+
+    `epsilon` is the key of the norms' epsilon; "": it is 1e-5.
+    """
     heads, hidden = hf.size("num_attention_heads"), hf.size("hidden_size")
     norms = _epsilon(hf, epsilon) if epsilon else {"rms_norm_eps": 1e-5}
     options = {"kv_heads": heads, "norm": "layer", "mlp": "plain"} | options
@@ -361,5 +360,5 @@ def _epsilon(hf: Settings, key: str) -> HFConfig:
 
 
 def _head_dim(hf: Settings) -> int:
-    """Return the size of heads that are a part of the hidden state, whatever head_dim says."""
+    """Return the head size hidden_size / heads, whatever `head_dim` says."""
     return int(hf.size("hidden_size") // hf.size("num_attention_heads"))

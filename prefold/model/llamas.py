@@ -1,5 +1,4 @@
-"""Families that are Llama but for a few settings: functions from a Hugging Face config (a dict) to a ModelConfig, and
-what their checkpoints call things. No torch."""
+"""Families close to Llama: functions from a Hugging Face config (a dict) to a ModelConfig. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from .decoders import (  # fmt: skip
 )
 from .names import FUSED, Names
 
-# Norms of what each part reads and of what it gives, by the names of GLM-4 and of HyperCLOVA X.
+# GLM-4 and HyperCLOVA X have norms before and after each sublayer, with their own names.
 GLM4 = Names(
     interleaved=True,
     parts={
@@ -50,7 +49,7 @@ APERTUS = Names(
 )
 NANOCHAT = Names(swapped=True, parts={"mlp.fc1": ("mlp.up_proj",), "mlp.fc2": ("mlp.down_proj",)})
 VAULTGEMMA = Names(parts={"pre_feedforward_layernorm": ("post_attention_layernorm",)})
-# As the checkpoints of its makers call things; transformers writes the names of Llama.
+# Names in LG's own checkpoints. transformers saves Llama's names.
 EXAONE = Names(
     prefix="transformer.",
     lists={"h": 0},
@@ -69,8 +68,8 @@ EXAONE = Names(
 
 
 def glm(hf: HFConfig, **options: Any) -> ModelConfig:
-    """Returns the config of GLM 4 (9B, of 2024): half of each head is rotated, number by number; gate and up are one
-    tensor. options: further arguments of `decoder`."""
+    """Return the config of GLM 4 (9B, 2024): interleaved RoPE on half of each head; fused gate and up. `options` are
+    further arguments of `decoder`."""
     hf = Settings.of(hf)
     defaults = {"partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2, "pad_token_id": 151329}
     biased = hf.flag("attention_bias", True)
@@ -78,12 +77,12 @@ def glm(hf: HFConfig, **options: Any) -> ModelConfig:
 
 
 def glm4(hf: HFConfig) -> ModelConfig:
-    """Returns the config of GLM 4 (0414): GLM, which norms what each part gives, too."""
+    """Return the config of GLM 4 (0414): GLM 4 (9B) with norms after each sublayer too."""
     return glm(hf, out_norms=True, names=GLM4)
 
 
 def seed_oss(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Seed-OSS: biases on q, k and v."""
+    """Return the config of Seed-OSS: Llama with biases on q, k and v."""
     hf = Settings.of(hf)
     biased, out, inner = hf.flag("attention_bias", True), hf.flag("attention_out_bias"), hf.flag("mlp_bias")
     defaults = {"head_dim": 128, "num_key_value_heads": 8, "pad_token_id": 1}
@@ -91,7 +90,7 @@ def seed_oss(hf: HFConfig) -> ModelConfig:
 
 
 def cwm(hf: HFConfig) -> ModelConfig:
-    """Returns the config of CWM: three layers of four have a sliding window."""
+    """Return the config of CWM: Llama with a sliding window in three of four layers."""
     hf = Settings.of(hf)
     rope = {"rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
     hf = rope_unless_given(hf, rope | {"rope_theta": 1e6, "original_max_position_embeddings": 8192})
@@ -102,14 +101,14 @@ def cwm(hf: HFConfig) -> ModelConfig:
 
 
 def ministral(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Ministral 8B: Mistral, where some layers have a sliding window."""
+    """Return the config of Ministral 8B: Mistral with a sliding window in some layers."""
     hf = {"num_key_value_heads": 8} | Settings.of(hf)
     every = [FULL if window_of(hf) is None else SLIDING] * num_layers(hf)
     return decoder(hf, windows=windows_of(hf, hf.texts("layer_types", None) or every))
 
 
 def ministral3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Ministral 3: Mistral, whose queries grow with their positions."""
+    """Return the config of Ministral 3: Mistral; queries grow with the position."""
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
     rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
     hf = rope_unless_given(Settings.of(hf), rope)
@@ -119,14 +118,14 @@ def ministral3(hf: HFConfig) -> ModelConfig:
 
 
 def query_growth(hf: Settings) -> tuple[float, int] | None:
-    """Return how queries grow with their positions, as of ModelConfig."""
+    """Return `ModelConfig.query_growth`."""
     given = hf.settings("rope_scaling") or hf.settings("rope_parameters")
     rate = given.number("llama_4_scaling_beta", None, zero=True)
     return (float(rate), given.size("original_max_position_embeddings", most=MOST_POSITIONS)) if rate else None
 
 
 def helium(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Helium: heads are rotated number by number."""
+    """Return the config of Helium: Llama with interleaved RoPE."""
     hf = Settings.of(hf)
     defaults = {"head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5, "pad_token_id": 3}
     biased, inner = hf.flag("attention_bias"), hf.flag("mlp_bias")
@@ -134,7 +133,7 @@ def helium(hf: HFConfig) -> ModelConfig:
 
 
 def ernie4_5(hf: HFConfig) -> ModelConfig:
-    """Returns the config of ERNIE 4.5, the dense model: heads are rotated number by number."""
+    """Return the config of ERNIE 4.5 (dense): Llama with interleaved RoPE."""
     hf = Settings.of(hf)
     bias = hf.flag("use_bias")
     defaults = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "pad_token_id": 0}
@@ -143,18 +142,18 @@ def ernie4_5(hf: HFConfig) -> ModelConfig:
 
 
 def hunyuan(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Hunyuan, the dense models: norms on q and k after the rotation."""
+    """Return the config of Hunyuan (dense): Llama with norms on q and k after RoPE."""
     hf = Settings.of(hf)
-    # Of Tencent's own code.
+    # Keys of Tencent's own code.
     rules = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_rotary_pos_emb": True}
     works_with(hf, "Hunyuan", rules | {"position_embedding_xdrope": False})
-    hf.get("attention_head_dim")  # likewise; head_dim is what counts
+    hf.get("attention_head_dim")  # also of Tencent's own code; head_dim decides
     defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 0}
     return llama(defaults | _stretched(hf) | {"mlp_bias": False}, qk_norm=HeadNorm(after=True), names=HUNYUAN)
 
 
 def _stretched(hf: Settings) -> Settings:
-    """Return a config of Hunyuan with the rotary base that `alpha` stretches, which its files call "dynamic"."""
+    """Return a Hunyuan config with the RoPE base that `alpha` stretches. Its files call this "dynamic"."""
     key = next((key for key in ("rope_scaling", "rope_parameters") if hf.settings(key)), None)
     rope = hf.settings(key or "rope_scaling")
     alpha = rope.number("alpha", None)
@@ -162,20 +161,20 @@ def _stretched(hf: Settings) -> Settings:
         return hf
     dim = hf.size("head_dim", None) or hf.size("hidden_size") // hf.size("num_attention_heads")
     if dim <= 2:
-        raise hf.wrong("head_dim", "more than 2 with a rotary alpha")
+        raise hf.wrong("head_dim", "more than 2 if the rotary settings have alpha")
     theta = rope.number("rope_theta", None) or hf.number("rope_theta", 10000.0)
     for name in ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
-        rope.get(name)  # of YaRN, whose settings these files have beside alpha
+        rope.get(name)  # settings of YaRN, which these files list but do not use
     return hf | {"rope_scaling": None, "rope_parameters": {"rope_theta": theta * alpha ** (dim / (dim - 2))}}
 
 
 def arcee(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Arcee (AFM): no gate, and the square of ReLU."""
+    """Return the config of Arcee (AFM): Llama with squared ReLU and no gate."""
     return llama({"hidden_act": "relu2", "rms_norm_eps": 1e-5} | Settings.of(hf), mlp="plain")
 
 
 def hyperclovax(hf: HFConfig) -> ModelConfig:
-    """Returns the config of HyperCLOVA X: Granite, which norms what each part gives, too; a factor on logits."""
+    """Return the config of HyperCLOVA X: Granite with norms after each sublayer too."""
     hf = Settings.of(hf)
     heads, is_normed = hf.size("num_attention_heads"), hf.flag("use_post_norm", True)
     dim = hf.size("head_dim", None) or hf.size("hidden_size") // heads
@@ -186,8 +185,8 @@ def hyperclovax(hf: HFConfig) -> ModelConfig:
 
 
 def granite_swa(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Granite Swash: Granite, where most layers have a sliding window; sinks; a rotary base of
-    each layer."""
+    """Return the config of Granite Swash: Granite with a sliding window in most layers, attention sinks, and a RoPE
+    base per layer."""
     defaults = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "sliding_window": 128, "num_key_value_heads": 4}
     hf = defaults | Settings.of(hf)
     windows = windows_of(hf, hf.texts("layer_types", None) or _full_first(hf))
@@ -195,7 +194,7 @@ def granite_swa(hf: HFConfig) -> ModelConfig:
     thetas = hf.get("layer_rope_theta") or [None] * config.layers
     is_number = [theta is None or (isinstance(theta, (int, float)) and 0 <= theta <= 1e18) for theta in thetas]
     if len(thetas) != config.layers or not all(is_number):
-        raise hf.wrong("layer_rope_theta", f"a list of {config.layers} numbers, one a layer")
+        raise hf.wrong("layer_rope_theta", f"a list of {config.layers} numbers, one per layer")
     rope = config.rope or STILL
     ropes = [rope if t is None else replace(rope, theta=float(t)) if t else STILL for t in thetas]
     planes = zip(config.planes, ropes, strict=True)
@@ -203,12 +202,14 @@ def granite_swa(hf: HFConfig) -> ModelConfig:
 
 
 def apertus(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Apertus: no gate, xIELU, and norms on q and k."""
+    """Return the config of Apertus: xIELU without a gate; norms on q and k."""
     hf = Settings.of(hf)
-    if hf.get("qk_norm") is False or hf.get("post_norm"):  # of its makers' own code
-        raise UnsupportedModelError("Apertus works with qk_norm true and post_norm false")
+    if hf.get("qk_norm") is False or hf.get("post_norm"):  # keys of Apertus' own code
+        raise UnsupportedModelError("Apertus needs qk_norm true and post_norm false")
     if hf.size("output_vocab_size", None) not in (None, hf.size("vocab_size")):
-        raise UnsupportedModelError("output_vocab_size is not vocab_size; an LM head of some tokens is not supported")
+        raise UnsupportedModelError(
+            "output_vocab_size is not vocab_size; an LM head for part of the vocabulary is not supported"
+        )
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     hf = rope_unless_given(hf, rope | {"rope_theta": 12e6, "original_max_position_embeddings": 8192})
     defaults = {"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12e6, "pad_token_id": 3}
@@ -216,7 +217,7 @@ def apertus(hf: HFConfig) -> ModelConfig:
 
 
 def nanochat(hf: HFConfig) -> ModelConfig:
-    """Returns the config of nanochat: norms without weights, on q and k after the rotation, and on the embedding."""
+    """Return the config of nanochat: norms without weights, also on the embedding, and on q and k after RoPE."""
     hf = Settings.of(hf)
     cap = hf.number("final_logit_softcapping", None) if "final_logit_softcapping" in hf else 15.0
     defaults = {"hidden_act": "relu2", "pad_token_id": 1}
@@ -232,31 +233,28 @@ def nanochat(hf: HFConfig) -> ModelConfig:
 
 
 def vaultgemma(hf: HFConfig) -> ModelConfig:
-    """Returns the config of VaultGemma: Gemma 2, which norms what each part reads alone."""
+    """Return the config of VaultGemma: Gemma 2 with norms only before each sublayer."""
     return gemma2(hf, out_norms=False, names=VAULTGEMMA)
 
 
 def bitnet(hf: HFConfig) -> ModelConfig:
-    """Returns the config of BitNet b1.58, with weights that are numbers: norms before the last linears of attention and
-    of the MLP."""
+    """Return the config of BitNet b1.58, from a checkpoint with unpacked weights: norms before the last linears of
+    attention and MLP."""
     defaults = {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_key_value_heads": 5}
     return llama(defaults | Settings.of(hf) | {"mlp_bias": False}, inner_norms=True)
 
 
 def olmo(hf: HFConfig) -> ModelConfig:
-    """Returns the config of OLMo 1: LayerNorm without weights."""
+    """Return the config of OLMo 1: LayerNorm without weights."""
     hf = Settings.of(hf)
     if hf.number("clip_qkv", None) is not None:
-        raise UnsupportedModelError(
-            "clip_qkv, a limit of queries, keys and values, needs transformers' modules (pip install "
-            "'prefold[transformers]')"
-        )
+        raise UnsupportedModelError("clip_qkv needs transformers' modules (pip install 'prefold[transformers]')")
     settings = {"rms_norm_eps": 1e-5, "mlp_bias": False}
     return llama({"pad_token_id": 1} | hf | settings, norm="layer", norm_weight=False)
 
 
 def internlm3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of InternLM 3: Llama, with keys of its own for biases."""
+    """Return the config of InternLM 3: Llama with other keys for biases."""
     hf = Settings.of(hf)
     qkv, every = hf.flag("qkv_bias", hf.flag("attention_bias")), hf.flag("bias", hf.flag("mlp_bias"))
     defaults = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "pad_token_id": 2}
@@ -264,17 +262,17 @@ def internlm3(hf: HFConfig) -> ModelConfig:
 
 
 def iquestcoder(hf: HFConfig) -> ModelConfig:
-    """Returns the config of IQuest-Coder: Llama, with a head_dim of its own."""
+    """Return the config of IQuest-Coder: Llama with head_dim set separately."""
     hf = Settings.of(hf)
     for key in ("clip_qkv", "use_sliding_window"):
         if hf.get(key):
-            raise UnsupportedModelError(f"{key} is not supported; no IQuest-Coder has it")
-    hf.get("sliding_window")  # says nothing without use_sliding_window
+            raise UnsupportedModelError(f"{key} is not supported for IQuest-Coder")
+    hf.get("sliding_window")  # no effect without use_sliding_window
     return llama({"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5} | hf)
 
 
 def exaone(hf: HFConfig) -> ModelConfig:
-    """Returns the config of EXAONE 3 and 3.5: Llama, with names of its own."""
+    """Return the config of EXAONE 3 and 3.5: Llama with other names of keys and tensors."""
     hf = Settings.of(hf)
     renamed = {
         "num_hidden_layers": hf.get("num_layers", hf.get("num_hidden_layers")),
@@ -286,10 +284,10 @@ def exaone(hf: HFConfig) -> ModelConfig:
 
 
 def rope_unless_given(hf: Settings, rope: HFConfig) -> Settings:
-    """Return a config with rotary settings, if it has none of its own."""
+    """Return the config with these rotary settings, if it has none."""
     return hf if hf.settings("rope_scaling") or hf.settings("rope_parameters") else hf | {"rope_parameters": rope}
 
 
 def _full_first(hf: Settings) -> list[str]:
-    """Return layer types where one layer in four is full: the first of each."""
+    """Return layer types in which the first of every four layers is full."""
     return [SLIDING if number % 4 else FULL for number in range(num_layers(hf))]

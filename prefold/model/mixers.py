@@ -1,4 +1,4 @@
-"""Mixers with a state: what stands in place of attention in layers of hybrids. No NumPy, no torch.
+"""Mixers with a state, which replace attention in layers of hybrids. No NumPy, no torch.
 
 Short convolutions (LFM2), gated delta nets (Qwen3.5; Yang et al. 2024) and Mamba-2 (Granite 4; Dao and Gu 2024).
 """
@@ -11,7 +11,7 @@ from .builders import LayerBuilder, MixerKind, Module, add_mixer
 from .config import ModelConfig, StateShape
 from .program import Buffer, GatedDelta, Mamba2, Operation, ShortConv, Weight
 
-# Buffers: what a mixer's first linear gives, and what the mixer gives.
+# Buffers: the result of a mixer's first linear, and the mixer's result.
 MIXED, MIXER_OUT = "mixed", "mixer_out"
 
 
@@ -22,15 +22,17 @@ def _mixer(
     after: str,
     make: Callable[[Callable[..., Weight]], Operation],
 ) -> None:
-    """Add a mixer with a linear before and after it.
+    """Add a mixer between two linears.
 
-    before  the modules that lie side by side in the first linear; after: the module of the last one
-    make    takes a function that makes a weight of the layer (by its name, its rows and further dimensions), and
-            returns the operation, from MIXED to MIXER_OUT
+    Args:
+        before: modules that are fused in the first linear.
+        after: module of the last linear.
+        make: takes a function that makes a weight of the layer (from its name, rows and further dimensions). Returns
+            the operation, from MIXED to MIXER_OUT.
     """
     config = builder.config
     last = [(after, config.hidden)]
-    # Adapters are made for the checkpoint's order of heads.
+    # Adapters fit the checkpoint's order of heads, not the tiled order of GGUF files.
     names = ("", "") if config.sizes.get("tiled") else ("in_proj", "out_proj")
     biased = bool(config.sizes.get("bias"))
     out_biased = config.sizes.get("out_bias", biased)
@@ -72,7 +74,7 @@ def _build_delta(builder: LayerBuilder, h: Buffer) -> None:
     heads, channels = sizes["value_heads"], _delta_states(config)[0].shape[1]
     keys, values = sizes["key_heads"] * sizes["key_dim"], heads * sizes["value_dim"]
     rows = {"qkv": channels, "q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
-    parts = sizes.get("in_parts", ("qkv", "z", "b", "a"))  # those that checkpoints have as tensors
+    parts = sizes.get("in_parts", ("qkv", "z", "b", "a"))  # as the checkpoint's tensors split them
     _mixer(
         builder,
         h,

@@ -1,4 +1,4 @@
-"""What checkpoints call the parts of a model, where it is not what they are called here: the names of Llama."""
+"""Names of tensors and modules in checkpoints, if they differ from prefold's names, which are Llama's."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names are what a checkpoint calls things.
+    """The names that a checkpoint uses, and how it lays out its tensors. Patterns are regular expressions.
 
-    prefix       before the names of all but the heads; checkpoints may leave it out
-    lists        the lists of layers, in order, and the number here of the first layer of each
-    parts        what modules are called there, with the names here; with several of these, their outputs lie side by
-                 side in one tensor, in this order. A tensor that belongs to no module has its own name in place of one.
-                 "{}" stands for the number of an expert. If a thing in a layer has the name of a thing beside the
-                 layers, the name of the list stands before its own, as in "layers.norm"
-    grouped      modules of `parts` whose outputs lie group by group: those of each part for the first group, then for
-                 the second; with the entry of `ModelConfig.sizes` that says how many groups there are
-    stacks       tensors [matrices, outputs, inputs] of a layer that hold a matrix of each number, with the names here
-                 of the tensors that lie side by side in such a matrix: "{}" stands for the number
-    writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
-    in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another
-    turned       whether the matrices of stacks are [inputs, outputs], unless they are blocks of MXFP4 (`mxfp4`)
-    halves       matches names in a layer if a checkpoint has two layers for one here, attention and the MLP; "": it has
-                 one
-    joined       tensors of a layer that checkpoints have as several ones, which lie one below the other, of any sizes:
-                 the name here, and theirs
-    transposed   whether weights of the layers' linears are [inputs, outputs]
-    interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
-                 number by number in turn
-    swapped      whether they change places: heads are rotated the other way round
-    before       matches what stands before the names of this model, where the checkpoint holds more than that
-    other_names  matches the beginning of names that are of something else; "": all are of this model
-    single_rows  ends of the names here of vectors that are stored as [1, numbers]
-    negative_exponentials  ends of the names here of tensors whose numbers x are stored as -exp(x)
+    Attributes:
+        prefix: stands before all names but the heads'. Checkpoints may leave it out.
+        lists: the lists of layers, in order, with prefold's number of each list's first layer.
+        parts: prefold's names for each module. With several names, the checkpoint fuses their outputs in this order
+            into one tensor. A tensor outside any module has its own entry. "{}" stands for the number of an expert. If
+            a name occurs both inside and outside layers, the entry for layers starts with the list, as in
+            "layers.norm".
+        grouped: fused modules of `parts` whose outputs alternate in groups: all parts of the first group, then all
+            parts of the second, and so on. The value is the entry of `ModelConfig.sizes` with the number of groups.
+        stacks: tensors [matrices, outputs, inputs] of a layer that stack numbered matrices. The value has prefold's
+            names of the tensors that lie side by side in each matrix, with "{}" for the number.
+        writes_stacks: checkpoints have these stacks. If not, they have separate tensors, and may have stacks.
+        in_turn: a stacked matrix interleaves the outputs of its tensors, instead of one tensor's outputs after
+            another's.
+        turned: stacked matrices are [inputs, outputs], unless they are MXFP4 blocks (`mxfp4`).
+        halves: matches names in a layer if the checkpoint has two layers (attention, MLP) for one layer here; "": it
+            does not.
+        joined: prefold's tensors of a layer that the checkpoint stores as several tensors of any sizes, to be stacked
+            along their rows. The value has their names.
+        transposed: weights of the layers' linears are [inputs, outputs].
+        interleaved: each head of q and k stores rotated pairs next to each other, instead of one half after the other.
+        swapped: the halves of each head change places, so heads rotate in the opposite direction.
+        before: matches a prefix of this model's names, if the checkpoint holds more than this model.
+        other_names: matches the start of names of anything else; "": all tensors belong to this model.
+        single_rows: suffixes of prefold's names of vectors that are stored as [1, size].
+        negative_exponentials: suffixes of prefold's names of tensors that store -exp(x) instead of x.
     """
 
     prefix: str = "model."
@@ -57,25 +58,26 @@ class Names:
     negative_exponentials: tuple[str, ...] = ()
 
     def of_module(self, stored: str) -> tuple[str, ...]:
-        """Returns the names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
+        """Return prefold's names of a checkpoint's module. An unknown name stays, without the prefix."""
         stored = self._own(stored)
         return self._named(stored, self.parts) or (stored,)
 
     def grouped_by(self, stored: str) -> str | None:
-        """Return what says how many groups the outputs of a stored tensor or module lie in; None: in one."""
+        """Return the `ModelConfig.sizes` entry with the number of groups in a stored tensor or module; None: one
+        group."""
         return next((size for module, size in self.grouped.items() if re.search(rf"\b{module}(\.|$)", stored)), None)
 
     def of_stack(self, stored: str) -> tuple[str, ...]:
-        """Returns the names here, with "{}" for the number, of the tensors in a stack; none for any other tensor."""
+        """Return prefold's names of the tensors in a stack, with "{}" for the number; () for any other tensor."""
         return self._named(self._own(stored), self.stacks)
 
     def _own(self, stored: str) -> str:
-        """Returns a name without what stands before all names of this model."""
+        """Return a stored name without the prefix that all names of this model share."""
         before = re.match(self.before, stored)
         return stored[before.end() if before else 0 :].removeprefix(self.prefix)
 
     def _named(self, stored: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """Returns the names that a table has of a thing beside the layers or in a layer; none: it has none."""
+        """Return a table's names for a module or tensor, inside or outside layers; () if the table has none."""
         if stored in table:
             return table[stored]
         in_layer = re.fullmatch(r"(\w+)\.(\d+)\.(.+)", stored)
@@ -95,7 +97,7 @@ class Names:
         return tuple(f"layers.{number}.{name.replace('{}', expert) if expert else name}" for name in table[rest])
 
     def of_tensor(self, stored: str) -> tuple[str, ...]:
-        """Returns the names here of a checkpoint's tensor; none for a tensor of something else."""
+        """Return prefold's names of a checkpoint's tensor; () if it does not belong to this model."""
         if self.other_names and re.match(self.other_names, stored):
             return ()
         module, dot, kind = stored.rpartition(".")
@@ -104,7 +106,7 @@ class Names:
         return tuple(name + dot + kind for name in self.of_module(module))
 
     def layer(self, number: int) -> str:
-        """Returns the name of a layer in the checkpoint, such as "layers.3"."""
+        """Return the name of a layer in the checkpoint, such as "layers.3"."""
         name = [name for name, first in self.lists.items() if first <= number][-1]
         return f"{name}.{number - self.lists[name]}"
 
@@ -158,7 +160,7 @@ GGUF = Names(
         for kind in ("weight", "bias")
     },
 )
-# Of models whose queries, keys and values are one tensor, and gate and up another.
+# Models with fused q, k and v, and fused gate and up.
 FUSED = Names(
     parts={
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -168,7 +170,7 @@ FUSED = Names(
 GGUF_FUSED = replace(
     GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"], "ffn_up": FUSED.parts["mlp.gate_up_proj"]}
 )
-# By the architecture of GGUF files that call things otherwise; with "mlp_norm" behind it, of models that have one.
+# Names in GGUF files that differ from GGUF, by architecture; followed by " mlp_norm" for models with that norm.
 GGUF_OF: dict[str, Names] = {"phi3": GGUF_FUSED}
 for _arch in ("falcon", "gptneox"):
     GGUF_OF[_arch] = replace(GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"]})
@@ -181,11 +183,11 @@ GGUF_OF["falcon mlp_norm"] = replace(
     },
 )
 STARCODER2 = Names(parts={"mlp.c_fc": ("mlp.up_proj",), "mlp.c_proj": ("mlp.down_proj",)})
-# The MLP that every row of Granite 4 goes through, which in its dense models is the only MLP.
+# Granite 4's shared expert, which is the only MLP in its dense models.
 GRANITE4 = Names(
     parts={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"), "shared_mlp.output_linear": ("mlp.down_proj",)}
 )
-# Of models that norm attention's and the MLP's results too, before they are added.
+# Models with a norm after each sublayer too.
 GGUF_OUT_NORMS = replace(
     GGUF,
     parts={
@@ -222,7 +224,7 @@ _GEMMA4 = {
     "post_ffw_norm_2": ("post_feedforward_layernorm_2",),
 }
 _LFM2 = {
-    "token_embd_norm": ("norm",),  # the norm behind the layers
+    "token_embd_norm": ("norm",),  # the norm after the last layer
     "shortconv.in_proj": ("conv.in_proj",),
     "shortconv.conv": ("conv.conv",),
     "shortconv.out_proj": ("conv.out_proj",),
@@ -242,7 +244,7 @@ _QWEN35 = replace(GGUF, parts={**GGUF.parts, **_DELTA_NET}, negative_exponential
 _QKV = ("linear_attn.in_proj_q", "linear_attn.in_proj_k", "linear_attn.in_proj_v")
 _QWEN3_NEXT = {
     "attn_qkv": _QKV,
-    "ssm_in": (*_QKV, "linear_attn.in_proj_z"),  # of older files, in place of attn_qkv and attn_gate
+    "ssm_in": (*_QKV, "linear_attn.in_proj_z"),  # in older files, instead of attn_qkv and attn_gate
     "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 }
 _MAMBA = {

@@ -1,8 +1,8 @@
-"""What a model computes, as data: a list of operations over named buffers and named weights. No NumPy, no torch.
+"""A model's forward pass as data: a list of operations over named buffers and named weights. No NumPy, no torch.
 
-A buffer holds a row of numbers for each row of a step. An operation names the buffers that it reads and writes, and the
-weights that it needs by the names of their tensors in a checkpoint (those of Llama in transformers, without "model.").
-`builders` makes programs of configs; the executors run them.
+A buffer holds one vector for each row of a step. An operation names the buffers that it reads and writes. It names its
+weights by tensor names of a checkpoint: the names of transformers' Llama, without "model.". `builders` turns a config
+into a program, and the executors run it.
 """
 
 from __future__ import annotations
@@ -14,43 +14,35 @@ from typing import Generic, Literal, TypeVar
 
 Buffer = str
 Array = TypeVar("Array")
-X, H, DELTA = "x", "h", "delta"  # the residual stream; what a part of a layer reads; what it gives
-OUT = "out"  # the final norm
+X, H, DELTA = "x", "h", "delta"  # the residual stream; the input of a sublayer; its result
+OUT = "out"  # the result of the final norm
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A Weight is made of tensors of the checkpoint, one below the other.
+    """One or more tensors of the checkpoint, stacked along their rows."""
 
-    parts   the name of each tensor, and how many rows it has
-    inputs  the other dimensions of a row; (): a row is a number
-    offset  what is added to the checkpoint's numbers
-    wide    whether it is float32 at least, whatever the model's dtype is
-    """
-
-    parts: tuple[tuple[str, int], ...]
-    inputs: tuple[int, ...] = ()
-    offset: float = 0.0
-    wide: bool = False
+    parts: tuple[tuple[str, int], ...]  # the name and the number of rows of each tensor
+    inputs: tuple[int, ...] = ()  # the other dimensions; (): a row is one element
+    offset: float = 0.0  # added to the checkpoint's values
+    wide: bool = False  # at least float32, whatever the model's dtype
 
     @property
     def rows(self) -> int:
-        """Return the rows of all tensors."""
         return sum(rows for _, rows in self.parts)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole."""
         return (self.rows, *self.inputs)
 
     @property
     def size(self) -> int:
-        """Return how many numbers there are."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor by its name."""
+        """Return the shape of each tensor, by name."""
         return {name: (rows, *self.inputs) for name, rows in self.parts}
 
 
@@ -58,31 +50,35 @@ NormKind = Literal["rms", "layer", "unit"]
 
 
 def plain_norm(kind: NormKind, size: int, eps: float) -> tuple[float, float]:
-    """Return the factor and the epsilon with which a norm is an RMS norm, or a LayerNorm: x / sqrt(sum x^2 + eps) is
-    n^-0.5 times x / sqrt(mean x^2 + eps / n)."""
+    """Return (factor, eps) that express a norm as an RMSNorm or a LayerNorm.
+
+    x / sqrt(sum x^2 + eps) equals n^-0.5 * x / sqrt(mean x^2 + eps / n).
+    """
     return (size**-0.5, eps / size) if kind == "unit" else (1.0, eps)
 
 
 class Operation:
-    """An Operation reads and writes rows of buffers. Each kind is a frozen dataclass; an extension may have its own."""
+    """Base class of operations, which read and write rows of buffers.
+
+    Subclasses are frozen dataclasses. A plugin may add more.
+    """
 
     __slots__ = ()
 
     @property
     def fills(self) -> tuple[Buffer, int] | None:
-        """Return the buffer that it fills, and the numbers of a row there; None: it changes rows in place."""
+        """Return the buffer that the operation fills, and its width; None if it changes rows in place."""
         return None
 
     @property
     def buffers(self) -> list[Buffer]:
-        """Return the buffers that it reads or writes."""
+        """Return the buffers that the operation reads or writes."""
         names = (getattr(self, name, None) for name in ("source", "beside", "by", "out"))
         return [name for name in names if name is not None]
 
     @property
     def named_weights(self) -> list[tuple[str, Weight]]:
-        """Return the weights that it needs, each with the name of its field. Those of a tuple have a number each, as
-        "name.0"."""
+        """Return the weights with their field names. Weights in a tuple are numbered: "name.0"."""
         found = list[tuple[str, Weight]]()
         for entry in fields(self):  # type: ignore[arg-type]
             value = getattr(self, entry.name)
@@ -95,19 +91,20 @@ class Operation:
 
     @property
     def weights(self) -> list[Weight]:
-        """Return the weights that it needs."""
         return [weight for _, weight in self.named_weights]
 
     @property
     def row_weights(self) -> int:
-        """Return how many weights of matrices a row meets in it."""
+        """Return the number of matrix elements that one row is multiplied with."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Embed(Operation):
-    """out = scale * the rows of `table` that the tokens name, plus the rows of `positions`. Position 0 has the row
-    `first`. Tokens behind the last row of a table beside the model's have its first row."""
+    """out = scale * table[token] + positions[position + first].
+
+    A table other than the model's own may have fewer rows than the vocabulary. Token ids beyond it use row 0.
+    """
 
     out: Buffer
     table: Weight
@@ -122,26 +119,20 @@ class Embed(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Norm(Operation):
-    """out = the norm of `source`, times the weight, plus the bias: of `size` numbers from `at` on.
-
-    weight  None: the norm has none
-    size    as many numbers as the weight has, unless it is given
-    kind    "rms": by the root of the mean square (Zhang and Sennrich 2019); "layer": LayerNorm (Ba et al. 2016);
-            "unit": by the root of the sum of squares, to a length of 1 (Loshchilov et al. 2024, nGPT)
-    whole   how many numbers all ranks have together, over which the mean is taken; 0: this rank has all
-    copies  how many ranks have each of these numbers
-    """
+    """out = norm(source[at : at + size]) * weight + bias."""
 
     source: Buffer
     out: Buffer
     weight: Weight | None
     eps: float
     bias: Weight | None = None
+    # "rms": RMSNorm (Zhang and Sennrich 2019); "layer": LayerNorm (Ba et al. 2016); "unit": to length 1, by the root of
+    # the sum of squares (Loshchilov et al. 2024, nGPT).
     kind: NormKind = "rms"
     at: int = 0
-    whole: int = 0
-    copies: int = 1
-    size: int = 0
+    whole: int = 0  # number of elements on all ranks, for the mean; 0: this rank has all
+    copies: int = 1  # ranks that hold each of these elements
+    size: int = 0  # set to the size of `weight` if there is a weight
 
     def __post_init__(self) -> None:
         if self.weight is not None:
@@ -153,18 +144,13 @@ class Norm(Operation):
 
     @property
     def plain(self) -> tuple[float, float]:
-        """Return what each number is multiplied with beside the weight, and the epsilon, as of an RMS norm or a
-        LayerNorm."""
+        """Return the (factor, eps) of the equivalent RMSNorm or LayerNorm."""
         return plain_norm(self.kind, self.size, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class NormHeads(Operation):
-    """Norm heads of `source` in place, each by itself. The heads begin at `at`, `stride` numbers apart.
-
-    weight, bias  of the numbers of one head, which all heads share, or of those of all heads; None: there is none
-    kind          as of Norm; only a "layer" norm may have a bias
-    """
+    """Norm each head of `source` in place. Heads start at `at`, `stride` elements apart."""
 
     source: Buffer
     at: int
@@ -172,36 +158,30 @@ class NormHeads(Operation):
     dim: int
     stride: int
     eps: float
-    weight: Weight | None = None
-    bias: Weight | None = None
-    kind: NormKind = "rms"
+    weight: Weight | None = None  # [dim], shared by all heads, or [heads * dim]
+    bias: Weight | None = None  # the same shapes; only for kind "layer"
+    kind: NormKind = "rms"  # see `Norm`
 
     @property
     def plain(self) -> tuple[float, float]:
-        """Return the same as `Norm.plain`, of a head."""
+        """Return the (factor, eps) of the equivalent RMSNorm or LayerNorm of a head."""
         return plain_norm(self.kind, self.dim, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class Linear(Operation):
-    """out = source times the weight, plus the bias.
-
-    layer, name  how adapters know it; "": they do not
-    bias         of the first outputs; None: there is none
-    activation   of the result: "silu", "gelu_tanh", "gelu", "relu" or "relu2", the square of "relu"; "": none
-    gated        the first half of the outputs is gate, the other one up: out = activation(gate_scale * gate) * up
-    summed       each rank has some of the inputs: the result is the sum over all ranks
-    """
+    """out = source @ weight.T + bias."""
 
     source: Buffer
     out: Buffer
     weight: Weight
-    bias: Weight | None = None
+    bias: Weight | None = None  # of the first outputs, perhaps not of all
     layer: int = -1
-    name: str = ""
-    activation: str = ""
+    name: str = ""  # by which adapters find it in `layer`; "": adapters cannot change it
+    activation: str = ""  # of the result: "silu", "gelu_tanh", "gelu", "relu", "relu2" (relu squared) or "" (none)
+    # The first half of the outputs is gate, the second half up: out = activation(gate_scale * gate) * up.
     gated: bool = False
-    summed: bool = False
+    summed: bool = False  # each rank has some of the inputs: sum the result over all ranks
     gate_scale: float = 1.0
 
     @property
@@ -215,52 +195,45 @@ class Linear(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Experts(Operation):
-    """out = the weighted sum of what the `chosen` experts with the largest scores give for a row of `source`.
+    """out = the weighted sum of the results of the `chosen` experts with the largest scores, per row of `source`.
 
-    An expert is an MLP. The logits, in float32, are `by` times the router plus its bias; the scores are their softmax,
-    or the sigmoid of each. The weight of a chosen expert is `scale` times its score, divided by the sum of the
-    chosen experts' scores, at least `least_sum`, if `normalised`. By "sparsemixer" it is `scale` times the softmax of
-    its logit among those of the experts that are not chosen yet and within `tolerance`, as of `Mixture`.
+    An expert is an MLP. The logits (float32) are the router's product with `by`, plus its bias. The scores are the
+    softmax of the logits, or the sigmoid of each. An expert's weight is `scale` times its score. If `normalised`, it is
+    divided by the sum of the chosen experts' scores, which counts as at least `least_sum`.
 
-    correction     float32 [experts], added to the scores that choose, and not to the weights (DeepSeek-V3)
-    corrects_logits  whether it is added to the logits instead
-    groups         equal groups of experts, of which a row may choose from the best `chosen_groups`: those whose
-                   `group_best` largest corrected scores have the largest sum (DeepSeek-V2, DeepSeek-V3)
-    router         [experts, hidden]
-    gate_up        [experts * 2 * width, inputs]: of each expert gate, then up; or [experts * width, inputs]: up
-    down           [experts * inputs, width]
-    gated          whether an expert is activation(gate) * up, and down; else it is activation(up), and down
-    by             the buffer that the router reads; None: source
-    scales         float32 [experts], further factors of the weights; None: there are none
-    activation     "silu", "gelu_tanh", "clamped" (gpt-oss) or "relu2"
-    summed         each rank has some columns of every expert: the result is the sum over all ranks
+    With "sparsemixer", an expert's weight is `scale` times a softmax of its logit. This softmax covers the experts that
+    are not chosen yet and are within `tolerance`, see `Mixture`.
     """
 
     source: Buffer
     out: Buffer
-    router: Weight
-    gate_up: Weight
-    down: Weight
+    router: Weight  # [experts, hidden]
+    gate_up: (
+        Weight  # [experts * 2 * width, inputs]: gate, then up, per expert; if not `gated` [experts * width, inputs]
+    )
+    down: Weight  # [experts * inputs, width]
     experts: int
     chosen: int
     normalised: bool
-    activation: str
+    activation: str  # "silu", "gelu_tanh", "clamped" (gpt-oss) or "relu2"
     score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     least_sum: float = 0.0
     tolerance: float = 0.0
     scale: float = 1.0
+    # A row chooses from the best `chosen_groups` of `groups` equal groups only (DeepSeek-V2, DeepSeek-V3). A group is
+    # rated by the sum of its `group_best` largest corrected scores.
     groups: int = 1
     chosen_groups: int = 1
     group_best: int = 1
-    correction: Weight | None = None
-    corrects_logits: bool = False
+    correction: Weight | None = None  # float32 [experts], added to scores for the choice only (DeepSeek-V3)
+    corrects_logits: bool = False  # add `correction` to the logits instead
     router_bias: Weight | None = None
     gate_up_bias: Weight | None = None
     down_bias: Weight | None = None
-    summed: bool = False
-    gated: bool = True
-    by: Buffer | None = None
-    scales: Weight | None = None
+    summed: bool = False  # each rank has some columns of every expert: sum the result over all ranks
+    gated: bool = True  # an expert is down(activation(gate) * up); if not: down(activation(up))
+    by: Buffer | None = None  # input of the router; None: source
+    scales: Weight | None = None  # float32 [experts], further factors of the weights
 
     @property
     def fills(self) -> tuple[Buffer, int]:
@@ -273,10 +246,10 @@ class Experts(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Operation):
-    """Rotate heads of `source` in place by the rows' positions, by the rotary settings of the layer's plane.
+    """Rotate heads of `source` in place by the rows' positions, with the rotary settings of the layer's plane.
 
-    The heads begin at `at`, `stride` numbers apart; the first half of their first `turned` numbers is rotated against
-    the second half. With `norm` the RMS norm of each head comes first.
+    Heads start at `at`, `stride` elements apart. In each head, the first half of the first `turned` elements is rotated
+    against the second half. If `norm` is set, an RMSNorm of each head comes first.
     """
 
     source: Buffer
@@ -291,8 +264,10 @@ class Rope(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ByPosition(Operation):
-    """Multiply heads of `source` in place with 1 + rate * log(1 + floor(position / period)). The heads begin at `at`,
-    `stride` numbers apart."""
+    """Multiply heads of `source` in place by 1 + rate * log(1 + floor(position / period)).
+
+    Heads start at `at`, `stride` elements apart.
+    """
 
     source: Buffer
     at: int
@@ -305,8 +280,10 @@ class ByPosition(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ScaleHeads(Operation):
-    """Multiply heads of `source` in place with (factor * weight)^power, a number of the weight for each of theirs. The
-    heads begin at `at`, `stride` numbers apart."""
+    """Multiply heads of `source` in place by (factor * weight)^power, element by element.
+
+    `weight` has heads * dim elements. Heads start at `at`, `stride` elements apart.
+    """
 
     source: Buffer
     at: int
@@ -320,7 +297,7 @@ class ScaleHeads(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ActivateGated(Operation):
-    """out = activation(gate) * up, of `source`, which has gate and up of `width` numbers each side by side."""
+    """out = activation(gate) * up. `source` has `width` gate elements, then `width` up elements."""
 
     source: Buffer
     out: Buffer
@@ -334,7 +311,7 @@ class ActivateGated(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Interpolate(Operation):
-    """source += rate * (beside - source), with the rate |factor * weight| of each number (Loshchilov et al. 2024)."""
+    """source += |factor * weight| * (beside - source), element by element (Loshchilov et al. 2024, nGPT)."""
 
     source: Buffer
     beside: Buffer
@@ -344,10 +321,10 @@ class Interpolate(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Xielu(Operation):
-    """source = xIELU of it, in place (Huang and Schlag 2024): with p = softplus(alpha_p) and n = beta +
-    softplus(alpha_n), p x^2 + beta x of x above 0, and n (exp(min(x, eps)) - 1 - x) + beta x of others.
+    """source = xIELU(source), in place (Huang and Schlag 2024).
 
-    alpha_p, alpha_n, beta, eps  a number each
+    With p = softplus(alpha_p) and n = beta + softplus(alpha_n), the result is p x^2 + beta x for x > 0. Otherwise it is
+    n (exp(min(x, eps)) - 1 - x) + beta x. All four parameters are scalars.
     """
 
     source: Buffer
@@ -359,13 +336,10 @@ class Xielu(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Attend(Operation):
-    """out = attention over the layer's plane: queries from `at` on in `source`, `stride` numbers apart; keys from
-    `keys` on in `beside`, and values behind them.
+    """out = attention over the layer's plane.
 
-    value_dim  numbers of a value; 0: as many as of a key
-    is_own     whether the keys and values are this layer's, which its plane keeps; else they are those of an earlier
-               layer, and of the plane of that
-    sinks      of each head a score without a value in the softmax
+    Queries start at `at` in `source`, `stride` elements apart. Keys start at `keys` in `beside`, and values follow
+    them.
     """
 
     source: Buffer
@@ -377,9 +351,9 @@ class Attend(Operation):
     heads: int
     kv_heads: int
     dim: int
-    sinks: Weight | None = None
-    value_dim: int = 0
-    is_own: bool = True
+    sinks: Weight | None = None  # per head, an extra logit in the softmax, without a value
+    value_dim: int = 0  # elements per value; 0: `dim`
+    is_own: bool = True  # keys and values are this layer's; if not, an earlier layer's, in that layer's plane
 
     @property
     def fills(self) -> tuple[Buffer, int]:
@@ -388,13 +362,13 @@ class Attend(Operation):
 
 @dataclass(frozen=True, slots=True)
 class AttendLatent(Operation):
-    """out = attention over the layer's plane, whose keys and values are made of latents (DeepSeek-AI 2024, MLA).
+    """out = multi-head latent attention over the layer's plane (DeepSeek-AI 2024, MLA).
 
-    `beside` has a latent of `rank` numbers for each row, then the `tail` last numbers of its key, which all heads
-    share: this is what the plane keeps. `source` has queries of `dim` + `tail` numbers, one head behind the other.
+    `beside` has, per row, a latent of `rank` elements, then `tail` elements: the rotated end of the key, which all
+    heads share. The plane stores these. `source` has a query of `dim` + `tail` elements per head.
 
-    up  [heads * (dim + value_dim), rank]: for each head the matrix that makes a key of a latent, then the matrix that
-        makes a value
+    `up` is [heads * (dim + value_dim), rank]: per head, the matrix that maps a latent to a key, then the matrix that
+    maps it to a value.
     """
 
     source: Buffer
@@ -408,7 +382,7 @@ class AttendLatent(Operation):
 
     @property
     def rank(self) -> int:
-        """Return how many numbers a latent has."""
+        """Return the number of elements in a latent."""
         return self.up.inputs[0]
 
     @property
@@ -422,12 +396,10 @@ class AttendLatent(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Gate(Operation):
-    """Multiply `source` with sigmoids of `by`, with GELUs of it, or with its numbers themselves, in place.
+    """Multiply `source` in place by activation(by).
 
-    `source` has `groups` groups of numbers side by side. The gates of a group begin `stride` numbers after those of the
-    group before it, the first ones at `at`. A group has one gate, or as many as it has numbers (`each`).
-
-    activation  of the gates: "sigmoid"; "gelu_tanh"; "": none
+    `source` has `groups` groups of `dim` elements side by side. In `by`, the gates of the first group start at `at`,
+    and each further group's gates start `stride` elements later.
     """
 
     source: Buffer
@@ -436,22 +408,18 @@ class Gate(Operation):
     dim: int
     at: int = 0
     stride: int = 0
-    each: bool = True
-    activation: Literal["sigmoid", "gelu_tanh", ""] = "sigmoid"
+    each: bool = True  # one gate per element; if not, one per group
+    activation: Literal["sigmoid", "gelu_tanh", ""] = "sigmoid"  # "": the gates as they are
 
 
 @dataclass(frozen=True, slots=True)
 class Scale(Operation):
-    """out = factor * weight * source.
-
-    weight  one number, or one for each number of a row; None: there is none
-    out     None: source
-    """
+    """out = factor * weight * source."""
 
     source: Buffer
     factor: float = 1.0
-    weight: Weight | None = None
-    out: Buffer | None = None
+    weight: Weight | None = None  # one element, or one per element of a row
+    out: Buffer | None = None  # None: source
 
     @property
     def fills(self) -> tuple[Buffer, int] | None:
@@ -463,18 +431,16 @@ class Scale(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Mix(Operation):
-    """sources[i] += the sum over j of c[i, j] * others[j], in place: rows of one width, as they were before.
+    """sources[i] += sum over j of c[i, j] * others[j], in place, computed from the old values of all rows.
 
-    c = offset + weight tanh(by), with a row of numbers for each pair of i and j (AltUp, Baykal et al. 2023).
-
-    sources, others  at most 8 each
-    weight           float32 [len(sources) * len(others), width of `by`]
+    c = offset + weight @ tanh(by), with one element per pair (i, j) (AltUp, Baykal et al. 2023). All buffers except
+    `by` have the same width.
     """
 
-    sources: tuple[Buffer, ...]
-    others: tuple[Buffer, ...]
+    sources: tuple[Buffer, ...]  # at most 8
+    others: tuple[Buffer, ...]  # at most 8
     by: Buffer
-    weight: Weight
+    weight: Weight  # float32 [len(sources) * len(others), width of `by`]
     offset: float = 0.0
 
     @property
@@ -484,21 +450,18 @@ class Mix(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Match(Operation):
-    """source *= the root of the mean square of `beside`, divided by that of `source`, in place.
-
-    least  of the mean square of `source`
-    """
+    """source *= rms(beside) / rms(source), in place. rms is the root mean square of a row."""
 
     source: Buffer
     beside: Buffer
-    least: float
+    least: float  # lower bound for the mean square of `source`
 
 
 @dataclass(frozen=True, slots=True)
 class SparseGate(Operation):
-    """out = activation(max(gate - cut, 0)) * up, of `source`, which has gates, then up, side by side.
+    """out = activation(max(gate - cut, 0)) * up. `source` has the gates, then up, side by side.
 
-    The cut of a row is the mean of its gates plus `deviations` of their standard deviations.
+    A row's cut is the mean of its gates plus `deviations` times their standard deviation.
     """
 
     source: Buffer
@@ -514,20 +477,15 @@ class SparseGate(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Clamp(Operation):
-    """out = `source`, with `low` in place of smaller numbers and `high` in place of larger ones: `size` numbers of out,
-    from `at` on.
-
-    low, high  a number each
-    is_part    whether `out` has more numbers, which stay as they are
-    """
+    """out[at : at + size] = clamp(source, low, high)."""
 
     source: Buffer
     out: Buffer
-    low: Weight
-    high: Weight
+    low: Weight  # one element
+    high: Weight  # one element
     size: int
     at: int = 0
-    is_part: bool = False
+    is_part: bool = False  # `out` has further elements, which stay as they are
 
     @property
     def fills(self) -> tuple[Buffer, int] | None:
@@ -536,18 +494,14 @@ class Clamp(Operation):
 
 @dataclass(frozen=True, slots=True)
 class ShortConv(Operation):
-    """out = c * conv(b * x) along the sequence, of `source`, which has b, c and x side by side (LFM2).
-
-    taps    [channels, 1, taps], the last of the row itself
-    picked  whether the result is wanted of the rows that are read alone
-    """
+    """out = c * conv(b * x) along the sequence. `source` has b, c and x side by side (LFM2)."""
 
     layer: int
     source: Buffer
     out: Buffer
-    taps: Weight
+    taps: Weight  # [channels, 1, taps]; the last tap is for the row itself
     bias: Weight | None = None
-    picked: bool = False
+    picked: bool = False  # compute results of read rows only
 
     @property
     def fills(self) -> tuple[Buffer, int]:
@@ -556,11 +510,9 @@ class ShortConv(Operation):
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta(Operation):
-    """out = a gated delta net along the sequence (Yang et al. 2024), of `source`, which has q, k and v of its heads, z,
-    b and a side by side. taps, picked: as of ShortConv.
+    """out = a gated delta net along the sequence (Yang et al. 2024).
 
-    tiled       head h has the key head h % key_heads; otherwise neighbouring heads share a key head
-    beta_scale  of the sigmoids of b; above 1 a state may have negative eigenvalues (Grazzi et al. 2024)
+    `source` has q, k and v of all heads, then z, b and a, side by side.
     """
 
     layer: int
@@ -570,14 +522,14 @@ class GatedDelta(Operation):
     key_heads: int
     key_dim: int
     value_dim: int
-    taps: Weight
+    taps: Weight  # see `ShortConv`
     dt_bias: Weight
     a_log: Weight
     norm: Weight
     eps: float
-    tiled: bool = False
-    picked: bool = False
-    beta_scale: float = 1.0
+    tiled: bool = False  # head h uses key head h % key_heads; if not, neighbouring heads share a key head
+    picked: bool = False  # see `ShortConv`
+    beta_scale: float = 1.0  # of sigmoid(b); above 1 a state may have negative eigenvalues (Grazzi et al. 2024)
 
     @property
     def fills(self) -> tuple[Buffer, int]:
@@ -586,37 +538,33 @@ class GatedDelta(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Mamba2(Operation):
-    """out = a Mamba-2 along the sequence (Dao and Gu 2024), of `source`, which has a gate, then x, b and c, and a time
-    step for each head side by side.
+    """out = a Mamba-2 mixer along the sequence (Dao and Gu 2024).
 
-    groups      of heads that share b and c; limits: of the time steps. taps, picked: as of ShortConv
-    norm        of the result times silu(gate), a norm for each group; None: there is none
-    norm_first  the norm is of the result, before it is multiplied with silu(gate)
-    scales      what the gate, x, b, c and the time steps are multiplied with
+    `source` has a gate, then x, b and c, then one time step per head, side by side.
     """
 
     layer: int
     source: Buffer
     out: Buffer
     heads: int
-    groups: int
+    groups: int  # heads of a group share b and c
     dim: int
     state: int
-    limits: tuple[float, float]
-    taps: Weight
+    limits: tuple[float, float]  # smallest and largest time step
+    taps: Weight  # see `ShortConv`
     conv_bias: Weight | None
     dt_bias: Weight
     a_log: Weight
     d: Weight
-    norm: Weight | None
+    norm: Weight | None  # of result * silu(gate), per group
     eps: float
-    picked: bool = False
-    norm_first: bool = False
-    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    picked: bool = False  # see `ShortConv`
+    norm_first: bool = False  # norm the result before it is multiplied by silu(gate)
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # of gate, x, b, c and time steps
 
     @property
     def section_scales(self) -> list[tuple[float, int]]:
-        """Return the factors of the channels of the convolution, those of x, b and c, each with how many these are."""
+        """Return (factor, channels) of the convolution's three sections x, b and c."""
         keys = self.groups * self.state
         return list(zip(self.scales[1:4], (self.heads * self.dim, keys, keys), strict=True))
 
@@ -627,21 +575,20 @@ class Mamba2(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Add(Operation):
-    """source += scale * beside
-
-    summed  each rank has a part of both: the result is the sum over all ranks
-    """
+    """source += scale * beside."""
 
     source: Buffer
     beside: Buffer
     scale: float = 1.0
-    summed: bool = False
+    summed: bool = False  # each rank has a part of both: sum the result over all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Pick(Operation):
-    """Keep of these buffers the rows that are read alone, and compute no others from here on: in the last visit of a
-    pass."""
+    """Keep only read rows in these buffers, and compute only these rows from here on.
+
+    See `ModelConfig.reading_layer`.
+    """
 
     sources: tuple[Buffer, ...]
 
@@ -652,37 +599,24 @@ class Pick(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Program is a model's forward pass.
+    """A model's forward pass."""
 
-    widths  the numbers of a row in each buffer
-    embed   what a pass begins with; it writes into X
-    layers  the operations of each layer. They read X, the residual stream, and add to it
-    end     what comes after the last layer; it writes into OUT
-    begin   what comes between the embedding and the first layer
-    kept    buffers beside X that a layer reads and an earlier one, or `begin`, has filled
-    head    the LM head, [vocabulary, hidden], which may be the embedding; None: there is none
-    head_bias  what is added to its products, [vocabulary], on every rank; None: nothing is
-    head_scale, head_factor  its products are first multiplied with factor times scale, [vocabulary]; None: they are not
-    score   the linears of the classification head, in float32, with ReLU in between
-    beside  weights that a feature's own code reads
-    """
-
-    widths: dict[Buffer, int]
-    embed: Embed
-    layers: tuple[tuple[Operation, ...], ...]
-    end: tuple[Operation, ...]
-    head: Weight | None = None
-    score: tuple[Linear, ...] = ()
-    beside: tuple[Weight, ...] = field(default=())
-    begin: tuple[Operation, ...] = ()
-    kept: tuple[Buffer, ...] = ()
-    head_bias: Weight | None = None
-    head_scale: Weight | None = None
+    widths: dict[Buffer, int]  # elements per row of each buffer
+    embed: Embed  # the first operation; fills X
+    layers: tuple[tuple[Operation, ...], ...]  # each layer reads X, the residual stream, and adds to it
+    end: tuple[Operation, ...]  # after the last layer; fills OUT
+    head: Weight | None = None  # the LM head [vocabulary, hidden], perhaps the embedding table; None: no LM head
+    score: tuple[Linear, ...] = ()  # the classification head, in float32, with ReLU between its linears
+    beside: tuple[Weight, ...] = field(default=())  # weights that a feature's own code reads
+    begin: tuple[Operation, ...] = ()  # between the embedding and the first layer
+    kept: tuple[Buffer, ...] = ()  # buffers other than X that carry values from `begin` or a layer to later layers
+    head_bias: Weight | None = None  # [vocabulary], added to the logits, on every rank
+    head_scale: Weight | None = None  # [vocabulary]; logits are multiplied by head_factor * head_scale before the bias
     head_factor: float = 1.0
 
     @property
     def operations(self) -> Iterator[Operation]:
-        """Yield all operations, in the order of a pass through each layer once."""
+        """Yield all operations, in the order of a pass that visits each layer once."""
         yield self.embed
         yield from self.begin
         for layer in self.layers:
@@ -691,7 +625,7 @@ class Program:
 
     @property
     def weights(self) -> list[Weight]:
-        """Return each weight once, in the order in which the operations name them."""
+        """Return each weight once, in the order of the operations."""
         found = dict.fromkeys(weight for operation in self.operations for weight in operation.weights)
         if self.head is not None:
             found[self.head] = None
@@ -701,49 +635,46 @@ class Program:
 
     @property
     def tables(self) -> list[Weight]:
-        """Return the embeddings and the LM head, each once: their rows are read by token, or multiplied last."""
+        """Return the embedding tables and the LM head, each once. Their rows are read by token, or multiplied last."""
         embeds = [self.embed, *(operation for operation in self.begin if isinstance(operation, Embed))]
         return list(dict.fromkeys([*(one.table for one in embeds), *([] if self.head is None else [self.head])]))
 
     @property
     def head_vectors(self) -> list[Weight]:
-        """Return the weights of the LM head that have a number for each token."""
+        """Return the weights of the LM head with one element per token."""
         return [weight for weight in (self.head_bias, self.head_scale) if weight is not None]
 
     @property
     def score_weights(self) -> list[Weight]:
-        """Return the weights of the classification head."""
         return [weight for linear in self.score for weight in linear.weights]
 
     def linears(self, layer: int) -> list[Linear]:
-        """Return the linears of a layer that every row goes through; adapters may add to them."""
+        """Return the linears of a layer that LoRA adapters can change."""
         return [operation for operation in self.layers[layer] if isinstance(operation, Linear) and operation.name]
 
 
 @dataclass(frozen=True, slots=True)
 class MediaRows(Generic[Array]):
-    """MediaRows are rows of a step that begin with other numbers than an embedding.
+    """Rows of a step that start from given vectors instead of token embeddings."""
 
-    at      int64 [n]: which rows of the step they are. Their tokens may be any ids of the vocabulary
-    values  [n, hidden], which stand in place of their embeddings
-    """
-
-    at: Array
-    values: Array
+    at: Array  # int64 [n]: the rows in the step. Their tokens may be any ids of the vocabulary
+    values: Array  # [n, hidden], used instead of their embeddings
 
 
-# By the type of an operation that features and extensions compute with tensors: see `add_operation`.
+# Functions of operations that features and plugins add, see `add_operation`.
 ADDED: dict[type[Operation], object] = {}
 
 
 def add_operation(kind: type[Operation], function: object) -> None:
-    """Let models have an operation: `function` computes it with tensors, for training, on GPUs, and wherever no kernel
-    does.
+    """Register the function that computes an operation with PyTorch tensors.
 
-    kind      the class of the operation, a frozen dataclass
-    function  takes the operation, the module that has its weights, and the rows (`Rows` of
-              `prefold.worker.torch.operations`), of which it reads and fills buffers. A field of the operation that is
-              a Weight, or a tuple of these, is an attribute of the module. Or an `Execution` of that module; or the
-              name of either of them, as "module:name", which is imported with the first model that has the operation
+    It is used for training, on GPUs, and on a CPU if no kernel has the operation.
+
+    Args:
+        kind: the class of the operation, a frozen dataclass.
+        function: takes the operation, the module with its weights, and the `prefold.worker.torch.operations.Rows`,
+            whose buffers it reads and fills. A field of the operation that is a Weight, or a tuple of Weights, is an
+            attribute of that module. Alternatively, an `Execution` of that module; or the name of either,
+            "module:name", which is imported with the first model that has the operation.
     """
     ADDED[kind] = function

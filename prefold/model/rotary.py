@@ -12,23 +12,24 @@ from .config import RopeConfig
 
 Floats = np.ndarray  # float32
 T = TypeVar("T")
-FIRST_ROWS = 1024  # of a table
+FIRST_ROWS = 1024  # initial size of a table
 
 
 def frequencies(rope: RopeConfig, dim: int) -> tuple[Floats, float]:
-    """Returns the angles a row turns per position, float32, and what cosines and sines are multiplied with. dim: of the
-    numbers of a head that are turned, twice as many as there are angles.
+    """Return the angle per position of each rotated pair, float32, and the factor of cosines and sines.
 
-    In float32 and in the order of operations of transformers: at position 8,000 the last bit of a
-    frequency is 5e-4 of an angle.
+    `dim` is the number of rotated elements per head, twice the number of angles. It follows the order of
+    operations in transformers: at position 8,000 the last bit of a frequency changes an angle by 5e-4.
     """
     powers = np.float32(rope.theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
     return KINDS[rope.kind](powers, rope.theta, rope.settings)
 
 
 def llama3(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple[Floats, float]:
-    """Returns the frequencies of Llama 3.1: long wavelengths divided by `factor`, short ones kept, those between
-    blended."""
+    """Return the frequencies of Llama 3.1.
+
+    Long wavelengths are divided by `factor`, short wavelengths stay, and wavelengths between them are blended.
+    """
     factor, low, high = settings["factor"], settings["low_freq_factor"], settings["high_freq_factor"]
     trained = settings["original_max_position_embeddings"]
     inv = 1 / powers
@@ -40,12 +41,14 @@ def llama3(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple[F
 
 
 def yarn(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple[Floats, float]:
-    """Returns the frequencies of YaRN (Peng et al. 2023): dimensions that turn fast are kept, slow ones interpolated, a
-    ramp between."""
+    """Return the frequencies of YaRN (Peng et al. 2023).
+
+    Fast-rotating dimensions stay, slow dimensions are interpolated, and a linear ramp connects them.
+    """
     factor, half = settings["factor"], len(powers)
 
     def dimension_of(rotations: float) -> float:
-        """Returns the dimension that turns so often within the trained context."""
+        """Return the dimension that rotates this often within the trained context."""
         trained = settings["original_max_position_embeddings"]
         return 2 * half * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -60,7 +63,7 @@ def yarn(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple[Flo
 
 
 def yarn_attention_factor(settings: Mapping[str, Any]) -> float:
-    """Returns the temperature of YaRN, equation 22, or the ratio of two such as DeepSeek has it."""
+    """Return YaRN's temperature (equation 22), or DeepSeek's ratio of two temperatures."""
     if settings["attention_factor"] is not None:
         return settings["attention_factor"]
 
@@ -73,12 +76,12 @@ def yarn_attention_factor(settings: Mapping[str, Any]) -> float:
 
 
 def longrope(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple[Floats, float]:
-    """Returns the frequencies of LongRoPE (Ding et al. 2024), each divided by a factor of its own."""
+    """Return the frequencies of LongRoPE (Ding et al. 2024), each divided by its own factor."""
     return 1 / (np.array(settings["factors"], np.float32) * powers), settings["attention_factor"]
 
 
 def proportional(powers: Floats, theta: float, settings: Mapping[str, float]) -> tuple[Floats, float]:
-    """Return the frequencies of whole heads, of which the last ones, those of a share of a head, are 0 (Gemma 4)."""
+    """Return frequencies for whole heads. After the rotated share of the head, they are 0 (Gemma 4)."""
     inv = 1 / powers
     inv[int(settings["share"] * 2 * len(powers) // 2) :] = 0
     return inv / np.float32(settings["factor"]), 1.0
@@ -86,11 +89,11 @@ def proportional(powers: Floats, theta: float, settings: Mapping[str, float]) ->
 
 KINDS: dict[str, Callable[[Floats, float, Mapping[str, Any]], tuple[Floats, float]]] = {
     "default": lambda powers, theta, settings: (1 / powers, 1.0),
-    # Frequencies of 0: all cosines are 1 and all sines 0, so that nothing is turned.
+    # With frequency 0 all cosines are 1 and all sines 0, so nothing rotates.
     "none": lambda powers, theta, settings: (np.zeros_like(powers), 1.0),
-    # For positions divided by `factor`.
+    # The same as dividing positions by `factor`.
     "linear": lambda powers, theta, settings: (1 / powers / settings["factor"], 1.0),
-    # Every frequency is divided by its own factor.
+    # Each frequency has its own divisor.
     "factors": lambda powers, theta, settings: (
         1 / powers / np.array(settings["factors"], np.float32), 1.0,
     ),
@@ -102,8 +105,10 @@ KINDS: dict[str, Callable[[Floats, float, Mapping[str, Any]], tuple[Floats, floa
 
 
 def padded_frequencies(rope: RopeConfig, dim: int) -> tuple[Floats, float | Floats]:
-    """Returns `frequencies` for heads of `dim` numbers, and what cosines and sines are multiplied with. What is not
-    turned has a frequency of 0, and keeps its size."""
+    """Return `frequencies` for heads of `dim` elements, and the factor of cosines and sines.
+
+    Elements that do not rotate have frequency 0 and factor 1.
+    """
     turned = rope.turned(dim)
     inv, scale = frequencies(rope, turned)
     still = (dim - turned) // 2
@@ -113,7 +118,7 @@ def padded_frequencies(rope: RopeConfig, dim: int) -> tuple[Floats, float | Floa
 
 
 def distinct_values(values: Sequence[T]) -> tuple[list[T], list[int]]:
-    """Return the values that differ, and by plane the number of its value among them."""
+    """Return the distinct values, and per plane the index of its value among them."""
     distinct: list[T] = []
     for value in values:
         if value not in distinct:
@@ -122,22 +127,23 @@ def distinct_values(values: Sequence[T]) -> tuple[list[T], list[int]]:
 
 
 class AngleTables:
-    """An AngleTables has cosines and sines by position, a table for the planes with the same settings: float32
-    [positions, dim], cosines before sines. They grow as needed.
+    """Cosines and sines by position, one table for all planes with the same settings. Tables grow as needed.
 
-    table_of  by plane, the number of its table
-    dims      of each table: the numbers of a head that are rotated
+    Attributes:
+        table_of: per plane, the index of its table.
+        dims: per table, the rotated elements per head.
+        tables: float32 [positions, dim] each, cosines before sines.
     """
 
     def __init__(self, ropes: Sequence[RopeConfig], dims: Sequence[int]):
-        """ropes, dims: of each plane"""
+        """Create the tables for planes with these rotary settings and head sizes."""
         distinct, self.table_of = distinct_values(list(zip(ropes, dims, strict=True)))
         self._frequencies = [padded_frequencies(rope, dim) for rope, dim in distinct]
         self.dims = [dim for _, dim in distinct]
         self.tables = [np.empty((0, dim), np.float32) for dim in self.dims]
 
     def covering(self, positions: int) -> list[Floats]:
-        """Returns the tables, each of at least so many positions."""
+        """Return the tables, each with at least `positions` positions."""
         for number, (inv, scale) in enumerate(self._frequencies):
             if (had := len(self.tables[number])) < positions:
                 rows = np.arange(max(positions, 2 * had, FIRST_ROWS), dtype=np.float32)

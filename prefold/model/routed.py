@@ -1,5 +1,7 @@
-"""Families of mixtures of experts with rules of their own for routers, or with attention that others do not have:
-functions from a Hugging Face config (a dict) to a ModelConfig, and what their checkpoints call things. No torch."""
+"""More families with mixtures of experts: functions from a Hugging Face config to a ModelConfig. No torch.
+
+They have their own router rules, or attention that families in `mixtures` lack.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ from .mixtures import (  # fmt: skip
 )
 from .names import Names
 
-# Experts that every row goes through, as Tencent calls them.
+# Tencent's names of the shared expert.
 SHARED_MLP = {f"mlp.shared_mlp.{name}_proj": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")}
 MINIMAX_M2 = replace(MIXTRAL, parts={**MIXTRAL.parts, "block_sparse_moe.e_score_correction_bias": CORRECTION})
 ERNIE = replace(
@@ -115,8 +117,8 @@ KOLIBRI = Names(
 
 
 def glm4_moe(hf: HFConfig, names: Names = DEEPSEEK) -> ModelConfig:
-    """Returns the config of GLM 4.5 to 4.7: the mixtures of DeepSeek-V3 behind the first layers; half of each head is
-    rotated; norms on q and k in some. names: of its tensors"""
+    """Return the config of GLM 4.5 to 4.7: DeepSeek-V3's mixtures after the first dense layers; RoPE on half of each
+    head; some have norms on q and k. `names` are the names of its tensors."""
     defaults = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_routed_experts": 128, "moe_intermediate_size": 1408}
     hf = defaults | {"partial_rotary_factor": 0.5} | Settings.of(hf)
     bias, qk_norm = hf.flag("attention_bias"), hf.flag("use_qk_norm")
@@ -125,7 +127,7 @@ def glm4_moe(hf: HFConfig, names: Names = DEEPSEEK) -> ModelConfig:
 
 
 def solar_open(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Solar Open: GLM 4.5 with experts in all layers, which rotates whole heads."""
+    """Return the config of Solar Open: GLM 4.5 with experts in all layers, and RoPE on whole heads."""
     hf = Settings.of(hf)
     works_with(hf, "Solar Open", {"first_k_dense_replace": 0, "use_qk_norm": False})
     width = hf.size("moe_intermediate_size", 1280)
@@ -135,8 +137,7 @@ def solar_open(hf: HFConfig) -> ModelConfig:
 
 
 def sarvam_moe(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Sarvam (30B): GLM 4.5 with norms on q and k, which rotates whole heads; queries, keys and
-    values are one tensor."""
+    """Return the config of Sarvam (30B): GLM 4.5 with norms on q and k, RoPE on whole heads, and fused q, k and v."""
     hf = Settings.of(hf)
     renamed = {
         "n_routed_experts": hf.get("num_experts"),
@@ -150,7 +151,7 @@ def sarvam_moe(hf: HFConfig) -> ModelConfig:
 
 
 def dots1(hf: HFConfig) -> ModelConfig:
-    """Returns the config of dots.llm1: Qwen 3 with the mixtures of DeepSeek-V3."""
+    """Return the config of dots.llm1: Qwen 3 with DeepSeek-V3's mixtures."""
     hf = Settings.of(hf)
     layers = num_layers(hf)
     first = min(hf.size("max_window_layers", 62, least=0), layers) if window_of(hf) is not None else layers
@@ -161,34 +162,34 @@ def dots1(hf: HFConfig) -> ModelConfig:
     required: dict[str, Any] = {
         key: hf.size(key) for key in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
     }
-    if hf.get("scoring_func") == "noaux_tc":  # as its files call sigmoids that are corrected
+    if hf.get("scoring_func") == "noaux_tc":  # the name of sigmoid scores with a bias in its files
         required["scoring_func"] = "sigmoid"
     hf = {"moe_intermediate_size": 1408, "norm_topk_prob": False} | hf | required
     return deepseek_mixture(hf, config, first_dense(hf, layers, 0), **BY_SIGMOIDS)
 
 
 def exaone_moe(hf: HFConfig) -> ModelConfig:
-    """Returns the config of K-EXAONE: EXAONE 4 with norms before each part, and the mixtures of DeepSeek-V3."""
+    """Return the config of K-EXAONE: EXAONE 4 with norms before each sublayer, and DeepSeek-V3's mixtures."""
     hf = Settings.of(hf)
     config = exaone4({"pad_token_id": 0} | hf, in_norms=True, out_norms=False, names=EXAONE_MOE)
     own = {"n_routed_experts": hf.size("num_experts", 64), "n_shared_experts": hf.size("num_shared_experts", 1)}
-    hf.get("num_nextn_predict_layers")  # of layers that predict further tokens, which are not loaded
+    hf.get("num_nextn_predict_layers")  # layers for multi-token prediction are not loaded
     hf = {"moe_intermediate_size": 1024, "routed_scaling_factor": 2.5} | hf | own
     kinds = dense_or_sparse(hf, config.layers, first_dense(hf, config.layers, 1))
-    if hf.get("is_moe_layer") not in (None, [kind == EXPERTS for kind in kinds]):  # of its makers' own code
-        raise hf.wrong("is_moe_layer", "the layers that first_k_dense_replace says")
+    if hf.get("is_moe_layer") not in (None, [kind == EXPERTS for kind in kinds]):  # a key of LG's own code
+        raise hf.wrong("is_moe_layer", "consistent with first_k_dense_replace")
     return deepseek_mixture(hf, config, kinds, **BY_SIGMOIDS)
 
 
 def minimax_m2(hf: HFConfig) -> ModelConfig:
-    """Returns the config of MiniMax M2: norms over all heads of q and of k, part of each head is rotated, and routers
-    that score by sigmoids and correct scores when they choose."""
+    """Return the config of MiniMax M2: experts with sigmoid scores and a bias for the choice; norms over all heads
+    of q and of k; RoPE on part of each head."""
     hf = Settings.of(hf)
     rules = {"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0}
     works_with(hf, "MiniMax M2", rules | {"use_qk_norm": True, "qk_norm_type": "per_layer"})
     if {*(hf.get("attn_type_list") or [])} - {1}:
         raise hf.wrong("attn_type_list", "a list of ones; linear attention is not supported")
-    # Of layers of linear attention, of layers that predict further tokens, and of an MLP beside experts of width 0.
+    # Keys for linear attention, multi-token prediction and shared experts, which these models do not have.
     unread = [f"layernorm_{part}_attention_beta" for part in ("full", "linear")]
     for key in (*unread, "layernorm_mlp_beta", "shared_moe_mode"):
         hf.get(key)
@@ -203,8 +204,8 @@ def minimax_m2(hf: HFConfig) -> ModelConfig:
 
 
 def hy_v3(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Hunyuan 3: Qwen 3 with mixtures behind the first layer, whose routers score by sigmoids and
-    correct scores when they choose."""
+    """Return the config of Hunyuan 3: Qwen 3 with experts after the first layer; sigmoid scores and a bias for the
+    choice."""
     defaults = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0}
     hf = defaults | Settings.of(hf)
     config = llama(hf, qk_norm=True, names=without_further(hf, HY_V3))
@@ -223,12 +224,11 @@ def hy_v3(hf: HFConfig) -> ModelConfig:
 
 
 def ernie4_5_moe(hf: HFConfig) -> ModelConfig:
-    """Returns the config of ERNIE 4.5 with experts: heads are rotated number by number, and routers correct scores when
-    they choose."""
+    """Return the config of ERNIE 4.5 MoE: experts with a bias for the choice; interleaved RoPE."""
     defaults = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "pad_token_id": 0}
     hf = defaults | {"tie_word_embeddings": True} | Settings.of(hf)
     works_with(hf, "ERNIE 4.5 with experts", {"moe_gate": "topk", "moe_use_aux_free": True})
-    hf.get("moe_capacity")  # of training
+    hf.get("moe_capacity")  # for training
     bias = hf.flag("use_bias")
     config = decoder(hf, qkv_bias=bias, o_bias=bias, lm_head_bias=bias, names=ERNIE)
     first, last = hf.size("moe_layer_start_index", 1, least=0), hf.size("moe_layer_end_index", -1, least=-1)
@@ -249,10 +249,9 @@ def ernie4_5_moe(hf: HFConfig) -> ModelConfig:
 
 
 def hunyuan_moe(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Hunyuan with experts (A13B): the dense model, whose MLPs are mixtures beside an MLP for all
-    rows."""
+    """Return the config of Hunyuan MoE (A13B): dense Hunyuan with experts and a shared expert."""
     hf = Settings.of(hf)
-    # Of Tencent's own code; keys with a value for each layer have one.
+    # Keys of Tencent's own code. Lists per layer must have equal values.
     rules = {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "norm_topk_prob": True}
     unsaid = ("group_limited_greedy", "moe_drop_tokens", "moe_random_routing_dropped_token", "routed_scaling_factor")
     rules |= dict.fromkeys((*unsaid, "topk_group"), False)
@@ -271,7 +270,7 @@ def hunyuan_moe(hf: HFConfig) -> ModelConfig:
 
 
 def _of_all_layers(hf: Settings, key: str) -> Any:
-    """Return a value that may be a list of one for each layer, which all are the same."""
+    """Return the value of a key that may also be a list with one equal value per layer."""
     value = hf.get(key)
     if isinstance(value, list) and value:
         if any(one != value[0] for one in value):
@@ -281,8 +280,8 @@ def _of_all_layers(hf: Settings, key: str) -> Any:
 
 
 def afmoe(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Trinity (AFMoE): norms before and after each part, gates for what attention gives, layers
-    without a sliding window, which rotate nothing, and routers that score by sigmoids."""
+    """Return the config of Trinity (AFMoE): norms before and after each sublayer; gated attention; experts with
+    sigmoid scores; full-attention layers have no RoPE."""
     hf = {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 1024} | Settings.of(hf)
     rules = {"route_norm": True, "score_func": "sigmoid"}
     rules |= dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), 1)
@@ -307,8 +306,8 @@ def afmoe(hf: HFConfig) -> ModelConfig:
 
 
 def phimoe(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Phi 3.5 MoE: LayerNorm, biases, and two experts a row, each of which has a softmax of its
-    own (SparseMixer)."""
+    """Return the config of Phi 3.5 MoE: LayerNorm; biases; two experts per row, each with its own softmax
+    (SparseMixer)."""
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8} | Settings.of(hf)
     window = window_of(hf) if "sliding_window" in hf else None
     if window is not None and window >= hf.size("max_position_embeddings", most=MOST_POSITIONS):
@@ -323,14 +322,14 @@ def phimoe(hf: HFConfig) -> ModelConfig:
         config = replace(config, rope=replace(config.rope, settings={**config.rope.settings, "attention_factor": own}))
     chosen = hf.size("num_experts_per_tok", 2)
     if chosen != 2:
-        raise hf.wrong("num_experts_per_tok", "2, as many as SparseMixer chooses")
+        raise hf.wrong("num_experts_per_tok", "2, because SparseMixer chooses two experts")
     tolerance = 2.0 * hf.number("router_jitter_noise", 0.01, zero=True)
     rules: dict[str, Any] = {"score": "sparsemixer", "tolerance": tolerance}
     return mixture(config, count=experts_of(hf, 16), chosen=chosen, names=MIXTRAL, **rules)
 
 
 def aria(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Aria's text model: Llama, whose MLPs are mixtures beside an MLP for all rows."""
+    """Return the config of Aria (text): Llama with experts and a shared expert."""
     hf = {"pad_token_id": 2} | Settings.of(hf)
     works_with(hf, "Aria", {"hidden_act": "silu"})
     config = llama(hf)
@@ -345,15 +344,14 @@ def aria(hf: HFConfig) -> ModelConfig:
 
 
 def flex_olmo(hf: HFConfig) -> ModelConfig:
-    """Returns the config of FlexOlmo: OLMo 2, whose MLPs are mixtures."""
+    """Return the config of FlexOlmo: OLMo 2 with experts."""
     defaults = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "pad_token_id": 100277, "mlp_bias": False}
     hf = defaults | Settings.of(hf)
     return qwen_mixture(hf, olmo2(hf), count=7, chosen=5)
 
 
 def granite_moe_swa(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Granite Swash with experts: Granite Swash, whose MLPs are mixtures, in some models beside
-    an MLP for all rows."""
+    """Return the config of Granite Swash MoE: Granite Swash with experts; some models have a shared expert."""
     hf = Settings.of(hf)
     defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
     defaults |= {"num_key_value_heads": hf.size("num_attention_heads")}
@@ -363,13 +361,12 @@ def granite_moe_swa(hf: HFConfig) -> ModelConfig:
 
 
 def mellum(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Mellum 2: Qwen 3 with experts, where layers with a sliding window have positions of their
-    own."""
+    """Return the config of Mellum 2: Qwen 3 MoE; sliding-window layers have their own RoPE settings."""
     hf = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024} | Settings.of(hf)
     layers = num_layers(hf)
     types = hf.texts("layer_types", None) or [FULL] * layers
     for key in ("mtp_layer_types", "mtp_mlp_layer_types"):
-        hf.get(key)  # of layers that predict further tokens, which are not loaded
+        hf.get(key)  # layers for multi-token prediction are not loaded
     bias = {"qkv_bias": hf.flag("attention_bias"), "o_bias": hf.flag("attention_bias")}
     far = rope_of(hf, FULL, "rope_theta", 5e5)
     config = decoder(far, windows=windows_of(hf, types), qk_norm=True, **bias)
@@ -385,8 +382,8 @@ def mellum(hf: HFConfig) -> ModelConfig:
 
 
 def cohere2_moe(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Cohere 2 with experts: the MLP beside attention, which in all layers but the first ones is
-    a mixture; layers that rotate nothing, which see everything."""
+    """Return the config of Cohere 2 MoE: Cohere 2 with experts after the first dense layers; full-attention layers
+    have no RoPE."""
     hf = {"head_dim": 128, "tie_word_embeddings": True, "pad_token_id": 0} | Settings.of(hf)
     layers = num_layers(hf)
     dense, pattern = first_dense(hf, layers, 0), hf.size("prefix_dense_sliding_window_pattern", 1)
@@ -432,8 +429,8 @@ def cohere2_moe(hf: HFConfig) -> ModelConfig:
 
 
 def flint(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Flint: Qwen 3 with sinks, layers without a sliding window, which rotate nothing, and
-    mixtures whose routers score by sigmoids, beside an MLP for all rows."""
+    """Return the config of Flint: Qwen 3 with attention sinks; experts with sigmoid scores and a shared expert;
+    full-attention layers have no RoPE."""
     defaults = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 513, "norm_topk_prob": True}
     hf = defaults | Settings.of(hf)
     layers = num_layers(hf)
@@ -449,8 +446,8 @@ def flint(hf: HFConfig) -> ModelConfig:
 
 
 def kolibri(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Kolibri 1: EXAONE 4 with norms before and after each part, and mixtures whose routers
-    correct logits when they choose, beside an MLP for all rows."""
+    """Return the config of Kolibri 1: EXAONE 4 with norms before and after each sublayer; experts with a logit bias
+    for the choice, and a shared expert."""
     defaults = {"num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6, "sliding_window": 513}
     hf = defaults | {"sliding_window_pattern": 5} | Settings.of(hf)
     width = hf.size("moe_intermediate_size", 512)

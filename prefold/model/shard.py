@@ -1,8 +1,7 @@
-"""Tensor parallelism: a model's heads, MLP columns and vocabulary split over ranks (Shoeybi et al. 2019). No torch.
+"""Tensor parallelism: split a model's heads, MLP columns and vocabulary over ranks (Shoeybi et al. 2019). No torch.
 
-A rank computes its own heads and columns for every row of a step and adds its share of the residual stream to the
-others': two sums over all ranks a layer, one more for the embedding, and the logits gathered on rank 0. Nothing
-here, and nothing in a layer, knows which rows belong together.
+A rank computes its own heads and columns for every row of a step. The results are summed over all ranks: twice per
+layer, and once for the embedding. The logits are gathered on rank 0. This does not depend on which rows share a prefix.
 """
 
 from __future__ import annotations
@@ -25,23 +24,20 @@ if TYPE_CHECKING:
 
 Array = TypeVar("Array", np.ndarray, "Tensor")
 
-# Columns of an MLP that stay on one rank: kernels take so many at once.
+# Ranks get MLP columns in units of this size, because kernels process this many at once.
 WIDTH_UNIT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A Split says which part of each tensor of a checkpoint a rank holds.
+    """The part of each tensor of a checkpoint that a rank holds."""
 
-    shapes  of the whole model's tensors, by name
-    part    takes the name and the whole shape of a tensor, as `Shard.part`; None: the rank holds all
-    """
-
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the whole model's tensors, by name
+    # Takes a tensor's name and whole shape, and returns the rank's part, as `Shard.part`. None: the rank holds all.
     part: Callable[[str, tuple[int, ...]], tuple[slice, ...]] | None = None
 
     def of(self, weight: Weight) -> tuple[tuple[slice, ...], ...]:
-        """Return the part of each tensor of a weight of the rank's program; (): all of it."""
+        """Return the part of each tensor of a weight; () for a whole tensor."""
         return tuple(self._part(tensor, (rows, *weight.inputs)) for tensor, rows in weight.parts)
 
     def _part(self, tensor: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -55,12 +51,11 @@ WHOLE = Split()
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A Shard is what one of `size` ranks holds: slices of the heads, of the KV heads, of the MLP's columns, of the
-    vocabulary.
+    """The part of a model that one of `size` ranks holds: slices of heads, KV heads, MLP columns and vocabulary.
 
-    A KV head is on one rank with all its query heads where there are enough KV heads, perhaps more of them on
-    some ranks than on others. Where there are fewer than ranks, a KV head is on several, each with some of its
-    query heads; copies: on how many.
+    If there are at least as many KV heads as ranks, each KV head is on one rank with all its query heads. Some ranks
+    may have more KV heads than others. If there are fewer KV heads than ranks, a KV head is on several ranks, each with
+    some of its query heads.
     """
 
     rank: int
@@ -69,18 +64,22 @@ class Shard:
     kv_heads: slice
     width: slice
     vocab: slice
-    copies: int = 1
+    copies: int = 1  # ranks that hold each KV head
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
-        """Return the sizes of a rank's part of the model. Raise InputError if a rank would have nothing to do, and
-        UnsupportedModelError for a model that is not split."""
+        """Return a rank's part of the model.
+
+        Raise InputError if a rank would have nothing to compute, and UnsupportedModelError if the model cannot be
+        split.
+        """
         if size > 1 and config.unsplit is not None:
             raise UnsupportedModelError(f"{config.unsplit}; use tensor_parallel 1")
         most = min(config.heads, config.intermediate, config.vocab_size)
         if size > most:
             raise InputError(
-                f"tensor_parallel is {size}, the model has {config.heads} heads and an MLP of {config.intermediate}",
+                f"tensor_parallel is {size}, but the model has {config.heads} heads and an MLP width of "
+                f"{config.intermediate}",
                 field="tensor_parallel",
                 remedy=f"use at most {most}",
             )
@@ -121,7 +120,7 @@ class Shard:
         )
 
     def program(self, config: ModelConfig) -> Program:
-        """Return what this rank computes. Its embedding and its LM head have the rank's tokens."""
+        """Return this rank's program. Its embedding and its LM head cover the rank's part of the vocabulary."""
         program, tokens = self.local(config).program(self.copies), _length(self.vocab)
 
         def own(table: Weight) -> Weight:
@@ -131,16 +130,19 @@ class Shard:
         return replace(program, embed=replace(program.embed, table=own(program.embed.table)), head=head)
 
     def split(self, config: ModelConfig) -> Split:
-        """Return which part of each tensor this rank holds."""
+        """Return the part of each tensor that this rank holds."""
         if self.size == 1:
             return WHOLE
         shapes = {name: shape for weight in config.program().weights for name, shape in weight.shapes.items()}
         return Split(shapes, partial(self.part, config))
 
     def part(self, config: ModelConfig, tensor: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return which outputs, or outputs and inputs, this rank holds of a tensor, or of a module's weight.
+        """Return this rank's slices of a tensor: of its outputs, or of its outputs and inputs.
 
-        shape: of the whole model's tensor
+        Args:
+            config: the whole model.
+            tensor: name of a tensor or module.
+            shape: the whole tensor's shape.
         """
 
         def numbers(heads: slice) -> slice:
@@ -155,7 +157,7 @@ class Shard:
             "q_proj": (q,),
             "k_proj": (kv,),
             "v_proj": (kv,),
-            "q_norm": (q,),  # of norms over all heads
+            "q_norm": (q,),  # norms over all heads
             "k_norm": (kv,),
             "attn_sub_norm": (q,),
             "ffn_sub_norm": (_columns(shape[0], self.rank, self.size),),
@@ -170,7 +172,7 @@ class Shard:
 
 
 def share(total: int, rank: int, size: int, unit: int = 1) -> slice:
-    """Return the rank's part of `total`, in whole units but for the last; parts differ by a unit at most."""
+    """Return the rank's part of `total`, in whole units except for the last. Parts differ by at most one unit."""
     units = -(-total // unit)
     return slice(min(total, unit * (units * rank // size)), min(total, unit * (units * (rank + 1) // size)))
 
@@ -185,40 +187,45 @@ def _length(part: slice) -> int:
 
 
 class OneRank(Generic[Array]):
-    """The only process that has a model: the case without tensor parallelism. Ranks of a split model override it."""
+    """The only rank of a model without tensor parallelism. Ranks of a split model override its methods."""
 
     rank, size = 0, 1
-    view: RanksView | None = None  # where ranks exchange through memory: what compiled code knows of them
+    view: RanksView | None = None  # for kernels, if ranks exchange data through shared memory
 
     def shard(self, config: ModelConfig) -> Shard:
-        """Return what this rank holds of a model."""
+        """Return the part of a model that this rank holds."""
         return Shard.of(config, self.rank, self.size)
 
     def sum(self, x: Array) -> Array:
-        """Return the sum of every rank's x, on every rank; may be x itself."""
+        """Return the sum of x over all ranks, on every rank. It may be x itself."""
         return x
 
     def gather(self, logits: Array, vocab_size: int) -> Array:
-        """Return logits of the whole vocabulary [rows, vocab_size] on rank 0, and no rows on others; logits: this
-        rank's."""
+        """Return the logits of the whole vocabulary [rows, vocab_size] on rank 0, and no rows on other ranks.
+
+        `logits` are this rank's logits.
+        """
         return logits
 
 
-SomeRank = OneRank[Any]  # of either executor
+SomeRank = OneRank[Any]  # for either executor
 
 
 def own_rows(ids: Array, vocab: slice) -> tuple[Array, Array]:
-    """Return ids as rows of this rank's table (0 for others'), and which are its own."""
+    """Return ids as rows of this rank's table (0 for other ranks' ids), and a mask of the rank's own ids."""
     is_own = (ids >= vocab.start) & (ids < vocab.stop)
     return (ids - vocab.start) * is_own, is_own
 
 
 def piece_width(total: int, size: int) -> int:
-    """Return how many columns each rank gives of `total` when all give as many. The last one of some is filling."""
+    """Return the number of columns that each rank sends of `total`.
+
+    All ranks send equally many, so the last columns of some ranks are padding.
+    """
     return -(-total // size)
 
 
 def columns_of(pieces: Sequence[Array], total: int) -> list[Array]:
-    """Return the columns of every rank without the filling. pieces: [rows, piece_width] of each rank"""
+    """Return the columns of every rank without padding. Each piece is [rows, piece_width]."""
     sizes = [_length(share(total, rank, len(pieces))) for rank in range(len(pieces))]
     return [piece[:, :size] for piece, size in zip(pieces, sizes, strict=True)]

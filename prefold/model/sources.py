@@ -1,6 +1,6 @@
-"""Where tensors are read from, by Hugging Face name: safetensors, GGUF, or a generator of random numbers. No torch.
+"""Sources of tensors by Hugging Face name: safetensors, GGUF, or random numbers. No torch.
 
-Arrays of bfloat16 have the dtype of the package ml_dtypes.
+Arrays in bfloat16 use the dtype of the package ml_dtypes.
 """
 
 from __future__ import annotations
@@ -31,40 +31,45 @@ from . import mxfp4
 from .config import ModelConfig, head_order
 from .names import GGUF, GGUF_OF, GGUF_OUT_NORMS, Names
 
-BLOCK = 1 << 20  # numbers decoded at once: 4 MiB of float32, which caches hold and malloc gives back
-# Types of GGUF files whose rows are numbers as NumPy has them.
+BLOCK = 1 << 20  # numbers decoded at once: 4 MiB of float32 fit in caches, and malloc returns them to the system
+# GGUF types whose rows are plain numbers with a NumPy dtype.
 NUMBERS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
 
 
 class TensorSource(Protocol):
-    """A TensorSource has tensors by name. Names are those of Llama in transformers, without the prefix "model."."""
+    """Tensors by name: transformers' names of Llama, without the prefix "model."."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Returns the shape of each tensor by its name."""
+        """Return the shape of each tensor, by name."""
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
-        """Return the tensor, or that part of it: in the type of the file if it has numbers, else float32.
+        """Return the tensor or a part of it, in the file's dtype if the file stores plain numbers, else as float32.
 
-        It is a read-only array over the mapped file if the file holds the numbers in their order.
+        The array is a read-only view of the mapped file if the file stores the numbers in this order.
         """
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
-        """Copy the tensor, or that part of it, into `target`, of its shape and any dtype. Rounds to the nearest."""
+        """Copy the tensor or a part of it into `target`, which has its shape and any dtype. Round to nearest."""
 
     def extent(self, name: str) -> Extent:
-        """Return the bytes of a file that the tensor is read from; their number is right even if they lie apart."""
+        """Return the bytes of a file that hold the tensor.
+
+        The number of bytes is right even if they are not contiguous.
+        """
 
 
 class StoredSource(TensorSource, Protocol):
-    """A StoredSource has a model's tensors, and its matrices as they are stored."""
+    """A source that can also return matrices as they are stored."""
 
     def stored_type(self, name: str) -> tuple[str, int]:
-        """Returns the type that a matrix is stored in, as `kernels.BLOCK_TYPES` names it, and the bytes of a row; "", 0
-        where its rows cannot be had as they are stored."""
+        """Return the storage type of a matrix, a name of `kernels.BLOCK_TYPES`, and the bytes per row.
+
+        Return ("", 0) if the rows are not available as stored.
+        """
 
     def stored(self, name: str) -> StoredRows | None:
-        """Returns the rows of a matrix as they are stored; None where `stored_type` has no type."""
+        """Return the rows of a matrix as stored; None if `stored_type` has no type."""
 
 
 def open_source(
@@ -74,8 +79,15 @@ def open_source(
     seed: int,
     offsets: Mapping[str, float],
 ) -> StoredSource:
-    """Returns the source of a checkpoint's tensors. shapes: what the model wants, for random weights. offsets: what the
-    model adds to tensors, by their names."""
+    """Return the source of a checkpoint's tensors.
+
+    Args:
+        checkpoint: its format selects the source.
+        config: the model.
+        shapes: the tensors that the model needs.
+        seed: for random weights.
+        offsets: values that the model adds to tensors, by name.
+    """
     if checkpoint.format == "dummy":
         return RandomSource(shapes, seed, offsets)
     if checkpoint.gguf is not None:
@@ -85,30 +97,20 @@ def open_source(
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A TensorPlace says where a tensor lies in a file.
-
-    outputs      which rows of the stored tensor (columns of a transposed one) it is: a slice, or their numbers; None:
-                 the whole
-    transposed   whether it is stored as [inputs, outputs]
-    flat         whether it is stored with more dimensions, all of them outputs
-    order        of the numbers of each head, as of `head_order`; None: as they are stored
-    matrix       which matrix of a stack it is in; None: it is in no stack
-    scales       the file and the name of the scales of a stack of MXFP4; None: it is none
-    below        further stored tensors, which lie below this one
-    """
+    """The place of a tensor in a file."""
 
     file: SafetensorsFile
     name: str
-    outputs: slice | np.ndarray | None
-    transposed: bool
-    flat: bool = False
-    order: Sequence[int] | None = None
-    matrix: int | None = None
-    scales: tuple[SafetensorsFile, str] | None = None
-    below: tuple[TensorPlace, ...] = ()
+    outputs: slice | np.ndarray | None  # rows of the stored tensor (columns if `transposed`); None: all
+    transposed: bool  # stored as [inputs, outputs]
+    flat: bool = False  # stored with more dimensions, which are all outputs
+    order: Sequence[int] | None = None  # of the elements of each head, see `head_order`
+    matrix: int | None = None  # index of the matrix in a stack; None: not in a stack
+    scales: tuple[SafetensorsFile, str] | None = None  # file and name of the scales of an MXFP4 stack
+    below: tuple[TensorPlace, ...] = ()  # further stored tensors, stacked below this one
 
     def packed(self, rows: slice = slice(None)) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Return the blocks and the scales of rows of a tensor of MXFP4."""
+        """Return the blocks and the scales of rows of an MXFP4 tensor."""
         assert self.scales is not None
         file, name = self.scales
         both = self.file.array(self.name), file.array(name)
@@ -116,7 +118,7 @@ class TensorPlace:
         return blocks, scales
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Return a part of the tensor; no more of the file is read. Parts of heads with an order are whole heads."""
+        """Return a part of the tensor, and read no more of the file. With an `order`, parts must be whole heads."""
         if self.below:
             every = [replace(self, below=()), *self.below]
             return np.concatenate([one.read(()) for one in every])[part]
@@ -135,9 +137,9 @@ class TensorPlace:
         return in_order(values[part] if part else values, self.order)
 
     def extent(self, numbers: int) -> Extent:
-        """Return the bytes that the tensor, of so many numbers, is read from."""
+        """Return the bytes of the tensor, which has `numbers` elements."""
         shape = self.file.tensors[self.name].shape
-        if self.scales is not None:  # two numbers a byte; its scales lie elsewhere
+        if self.scales is not None:  # two numbers per byte, and one scale per block
             numbers = numbers // 2 + numbers // mxfp4.BLOCK
         first, begin = 0, self.outputs.start if isinstance(self.outputs, slice) else 0
         if self.matrix is not None:
@@ -148,8 +150,11 @@ class TensorPlace:
 
 
 def rows_of_parts(sizes: Sequence[int], groups: int = 1) -> Sequence[slice | np.ndarray]:
-    """Return which rows of a stored tensor are those of each of its parts: one part behind the other, or, with several
-    groups, as of `Names.grouped`. sizes: rows of each part."""
+    """Return the rows of a stored tensor that belong to each of its parts.
+
+    The parts follow each other, or alternate in groups, see `Names.grouped`. `sizes` has the number of rows of each
+    part.
+    """
     ends = list(accumulate(size // groups for size in sizes))
     if groups == 1:
         return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
@@ -158,14 +163,14 @@ def rows_of_parts(sizes: Sequence[int], groups: int = 1) -> Sequence[slice | np.
 
 
 def in_order(values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
-    """Return rows [heads * dim, ...] with those of each head in an order, as of `head_order`; None: as they are."""
+    """Return rows [heads * dim, ...], reordered within each head, see `head_order`. None: no reordering."""
     if order is None:
         return values
     return values.reshape(-1, len(order), *values.shape[1:])[:, list(order)].reshape(values.shape)
 
 
 def as_stored(values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
-    """Return rows [heads * dim, ...] in the order of a checkpoint: the inverse of `in_order`."""
+    """Return rows [heads * dim, ...] in the checkpoint's order: the inverse of `in_order`."""
     return values if order is None else in_order(values, np.argsort(order).tolist())
 
 
@@ -183,28 +188,27 @@ def put(target: np.ndarray, values: np.ndarray) -> None:
 
 
 def decoded_rows(kind: str, rows: NDArray[np.uint8], inputs: int) -> NDArray[np.float32] | None:
-    """Return rows of a type of `kernels.BLOCK_TYPES` as float32 [rows, inputs]; None if no kernel decodes them.
+    """Return rows of a type in `kernels.BLOCK_TYPES` as float32 [rows, inputs]; None if no kernel decodes them.
 
-    Kernels decode on all threads, about ten times as fast as NumPy does on one. rows: [rows, bytes of a row]
+    `rows` is [rows, bytes per row]. Kernels decode on all threads, about ten times as fast as NumPy on one thread.
     """
     compiled = kernels.load()
     if compiled is None or not compiled.has_blocks(kind, inputs):
         return None
-    # A pool of its own makes no pieces larger than what is asked for.
+    # A separate pool allocates no more than needed.
     blocks = compiled.pack_blocks([StoredRows(kind, rows)], inputs, kernels.PanelPool(piece=0))
-    assert blocks is not None  # of one type
+    assert blocks is not None  # because all rows have one type
     return compiled.block_rows(blocks, np.arange(blocks.outputs), kernels.FLOAT32)
 
 
 class SafetensorsSource:
-    """A SafetensorsSource reads the safetensors file, or files with an index, of a Hugging Face folder."""
+    """The safetensors file, or files with an index, of a Hugging Face folder."""
 
-    # Not weights: buffers that old versions of transformers saved.
+    # Buffers that old versions of transformers saved. They are no weights.
     IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|causal_mask|freqs_cis)")
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
-        """Opens the files. config: of the whole model; where several linears are stored as one it says which rows are
-        whose."""
+        """Open the files. `config` describes the whole model, including the split of fused tensors."""
         self._places: dict[str, TensorPlace] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         names = config.names
@@ -243,7 +247,7 @@ class SafetensorsSource:
             self._join(name, parts)
 
     def _join(self, name: str, parts: Sequence[str]) -> None:
-        """Make one tensor of several ones, in each layer that has them. name, parts: as of `Names.joined`"""
+        """Make one tensor of several stored tensors, in each layer that has them. See `Names.joined`."""
         for first in [stored for stored in self._places if stored.endswith(f".{parts[0]}")]:
             layer = first.removesuffix(parts[0])
             every = [layer + part for part in parts if layer + part in self._places]
@@ -254,8 +258,11 @@ class SafetensorsSource:
 
     @staticmethod
     def _is_flat(own_names: Sequence[str], shape: Sequence[int], single_rows: Sequence[str] = ()) -> bool:
-        """Return whether the numbers of a tensor are taken as one row: of a convolution that is several here, of norms
-        of heads, of a vector that is stored as a row, and of a number without dimensions."""
+        """Return whether a tensor is read as a vector.
+
+        This holds for a convolution that has several parts here, norms per head, vectors stored as one row, and
+        scalars.
+        """
         is_norm = own_names[0].endswith(("_norm.weight", "_norm.bias", *single_rows))
         return not shape or (is_norm and len(shape) > 1) or (len(own_names) > 1 and len(shape) > 2)
 
@@ -267,7 +274,7 @@ class SafetensorsSource:
         templates: Sequence[str],
         names: Names,
     ) -> None:
-        """Adds the tensors of a stack. files: by their tensors; templates: as of `Names.of_stack`"""
+        """Add the tensors of a stack. `files` maps tensors to files; for `templates` see `Names.of_stack`."""
         file = files[stored]
         scales: tuple[SafetensorsFile, str] | None = None
         whole = file.tensors[stored].shape
@@ -278,7 +285,7 @@ class SafetensorsSource:
             scales, whole = _scales(files, stored, whole), (*whole[:2], whole[2] * mxfp4.BLOCK)
         for name, number, rows, shape in in_stack(stored, whole, templates, names.in_turn):
             if name in self._places:
-                raise CheckpointError(f"{checkpoint.path} has {name!r} twice, once of them in {stored!r}")
+                raise CheckpointError(f"{checkpoint.path} has {name!r} twice, one of them in {stored!r}")
             self._places[name] = TensorPlace(file, stored, rows, turned, matrix=number, scales=scales)
             self.shapes[name] = shape
 
@@ -303,8 +310,8 @@ class SafetensorsSource:
         folder = None if checkpoint.path is None else checkpoint.path / checkpoint.inner
         if folder is not None and [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
             raise CheckpointError(
-                f"{folder} has its weights as pickled files only, which can run code when opened; convert them to "
-                "safetensors (in transformers: AutoModel.from_pretrained(folder).save_pretrained(new_folder))"
+                f"{folder} has only pickled weights, which can run code when opened; convert them to safetensors (in "
+                "transformers: AutoModel.from_pretrained(folder).save_pretrained(new_folder))"
             )
         raise CheckpointError(f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json")
 
@@ -334,9 +341,14 @@ class SafetensorsSource:
 def in_stack(
     stored: str, shape: Sequence[int], templates: Sequence[str], in_turn: bool = False
 ) -> Iterator[tuple[str, int, slice, tuple[int, ...]]]:
-    """Yields each tensor of a stack [matrices, outputs, inputs] with the number of its matrix, its rows in it, and its
-    shape; of biases the stack is [matrices, outputs]. templates: as of `Names.of_stack`; in_turn: as of Names. Raises
-    CheckpointError where the shape is none of a stack."""
+    """Yield each tensor of a stack [matrices, outputs, inputs]: its name, matrix number, rows in the matrix, and shape.
+
+    A stack of biases is [matrices, outputs]. Raise CheckpointError for any other shape.
+
+    Args:
+        templates: see `Names.of_stack`.
+        in_turn: see `Names`.
+    """
     parts, is_bias = len(templates), templates[0].endswith(".bias")
     if len(shape) != (2 if is_bias else 3) or shape[1] % parts:
         form = "[experts, outputs]" if is_bias else "[experts, outputs, inputs]"
@@ -349,7 +361,7 @@ def in_stack(
 
 
 def _scales(files: Mapping[str, SafetensorsFile], stored: str, shape: Sequence[int]) -> tuple[SafetensorsFile, str]:
-    """Returns the file and the name of the scales of a stack of MXFP4's blocks [matrices, outputs, blocks, bytes]."""
+    """Return the file and name of the scales of an MXFP4 stack [matrices, outputs, blocks, bytes]."""
     name = stored.removesuffix("_blocks") + "_scales"
     if name not in files:
         raise CheckpointError(f"{stored} has no scales: {name} is missing")
@@ -360,16 +372,16 @@ def _scales(files: Mapping[str, SafetensorsFile], stored: str, shape: Sequence[i
 
 
 class GGUFSource:
-    """A GGUFSource reads the tensors of a GGUF file by their Hugging Face names, dequantised a block of rows at a time.
+    """The tensors of a GGUF file by their Hugging Face names, dequantised one block of rows at a time.
 
-    So a model that is loaded takes little more memory than its weights: neither a tensor as float32 nor what was read
-    of the file stays beside them.
+    Loading a model therefore needs little more memory than its weights: no float32 copy of a tensor, and no copy of the
+    file.
     """
 
     BLOCK = BLOCK
-    # Parts of the config.
+    # Read with the config, not as weights.
     IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-    # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
+    # Architectures whose files interleave the two halves of q and k heads, as llama.cpp's converter writes them.
     IN_TURN = (
         *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "cohere2"),
         *("command-r", "glm4", "ernie4_5", "ernie4_5-moe", "arcee"),
@@ -382,17 +394,23 @@ class GGUFSource:
         offsets: Mapping[str, float] = MappingProxyType({}),
         wanted: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ):
-        """offsets: what the model adds to tensors, by their names; it has been added to those of the file. wanted: the
-        shapes of its tensors; files leave sizes of 1 out, or have vectors as matrices."""
+        """Map the file's tensors to prefold's names.
+
+        Args:
+            file: the GGUF file.
+            config: the model.
+            offsets: values that the model adds to tensors, by name. The file's values include them.
+            wanted: shapes of the model's tensors. Files may leave out dimensions of 1, or store vectors as matrices.
+        """
         self.file, self.offsets = file, offsets
         arch = str(file.metadata.get("general.architecture"))
         names = GGUF_OF.get(f"{arch} mlp_norm") if config.mlp_norm else None
         names = names or GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
         self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
-        # Files of models with latent attention have the tails of heads as checkpoints do.
+        # With latent attention, files store the ends of heads in the order of the checkpoint.
         self._row_order = None if config.latent is None else config.row_order
-        # The tensor in the file, and which of its rows, or numbers if either tensor is a vector.
+        # The tensor in the file, and the rows to read; or the elements to read, if either tensor is a vector.
         self._stored: dict[str, tuple[str, slice | NDArray[np.int64]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for stored, tensor in file.tensors.items():
@@ -440,8 +458,10 @@ class GGUFSource:
         return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(self.shapes[name])
 
     def _predicts_further(self, stored: str, arch: str, config: ModelConfig) -> bool:
-        """Return whether a tensor is of a layer behind the model's, which predicts further tokens and changes no
-        other result."""
+        """Return whether a tensor belongs to multi-token prediction layers, which follow the model's layers.
+
+        They change no other result.
+        """
         if not self.file.metadata.get(f"{arch}.nextn_predict_layers"):
             return False
         in_layer = re.match(r"blk\.(\d+)\.", stored)
@@ -473,7 +493,7 @@ class GGUFSource:
             put(target, self._values(name, values, order)[part or ...])
             return
         begin, end, _ = (part[0] if part else slice(None)).indices(shape[0])
-        # A head whose rows are in another order in the file is read whole.
+        # Heads are read whole if the file orders their rows differently.
         unit = 1 if order is None else len(order)
         step = unit * max(1, self.BLOCK // (unit * math.prod(shape[1:])))
         for start in range(begin // unit * unit, end, step):
@@ -521,7 +541,7 @@ class GGUFSource:
         return self.order if name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm") else None
 
     def _has_numbers(self, name: str) -> bool:
-        """Return whether a tensor is stored as numbers, and the model's are the same."""
+        """Return whether the file stores the model's values unchanged, as plain numbers."""
         is_changed = bool(self.offsets.get(name)) or self._is_exponential(name)
         return not is_changed and self.file.type_name(self._stored[name][0]) in NUMBERS
 
@@ -529,13 +549,13 @@ class GGUFSource:
         return bool(self.negative_exponentials) and name.endswith(self.negative_exponentials)
 
     def _numbers(self, stored: str) -> np.ndarray:
-        """Return the rows [rows, numbers] of a tensor of a type in NUMBERS; of one dimension: [numbers, 1]."""
+        """Return the rows [rows, numbers] of a tensor with a type in NUMBERS; [numbers, 1] for a vector."""
         raw, dtype = self.file.raw(stored), NUMBERS[self.file.type_name(stored)]
         values = raw.reshape(-1, dtype.itemsize if raw.ndim < 2 else raw.shape[-1]).view(dtype)
         return values if values.flags.aligned else values.copy()
 
     def _rows(self, stored: str, rows: slice | NDArray[np.int64]) -> np.ndarray:
-        """Return rows of a tensor of the file, in its type if that is in NUMBERS, else float32."""
+        """Return rows of a stored tensor, in its type if that is in NUMBERS, else as float32."""
         kind, inputs = self.file.type_name(stored), self.file.tensors[stored].shape[-1]
         if kind in NUMBERS:
             return self._numbers(stored)[rows]
@@ -544,7 +564,7 @@ class GGUFSource:
         return self.file.dequantize(stored, rows) if decoded is None else decoded
 
     def _values(self, name: str, values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
-        """Return the tensor `name` or rows of it, out of what is stored. order: of the rows of each head."""
+        """Return a tensor, or rows of it, from stored values. `order` reorders the rows of each head."""
         values = in_order(values, order)
         offset = self.offsets.get(name)
         if self._is_exponential(name):
@@ -554,21 +574,23 @@ class GGUFSource:
 
 
 def _wanted_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that the model wants if a file's tensor has its numbers in this order, else the file's."""
+    """Return the shape that the model wants if the file's tensor has the same elements in the same order.
+
+    The shapes may differ by dimensions of 1, or the model wants a vector. Otherwise return the file's shape.
+    """
     thin, own = (tuple(size for size in sizes if size != 1) for sizes in (wanted, shape))
     is_flat = len(wanted) == 1 and math.prod(shape) == wanted[0]
     return wanted if wanted and (is_flat or thin == own) else shape
 
 
 class RandomSource:
-    """A RandomSource gives normal numbers of standard deviation 0.02, and 1 for norms, less what the model adds to them
-    (`offsets`, by their names); the same for the same seed.
+    """Random weights, reproducible by seed: normal with standard deviation 0.02.
 
-    Every tensor is a stretch, begun at a place of its own, of one long repeated draw, so that a
-    geometry of eight billion parameters is filled at the speed of memory.
+    Norm weights are 1 minus the model's offset. Every tensor is a piece of one long repeated sample, from its own
+    start, so a model of eight billion parameters is filled at memory speed.
     """
 
-    POOL = 1_000_003  # a prime: rows of a matrix do not repeat in step
+    POOL = 1_000_003  # a prime, so that rows of a matrix do not repeat
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], seed: int, offsets: Mapping[str, float] = MappingProxyType({})
@@ -604,7 +626,7 @@ class RandomSource:
             return
         pool = np.roll(self._pool, zlib.crc32(name.encode()) % self.POOL).astype(target.dtype)
         flat = target.reshape(-1)
-        assert np.shares_memory(flat, target) or not flat.size, "a target is contiguous"
+        assert np.shares_memory(flat, target) or not flat.size, "the target must be contiguous"
         for start in range(0, flat.size, self.POOL):
             values = flat[start : start + self.POOL]
             values[...] = pool[: len(values)]

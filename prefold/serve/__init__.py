@@ -1,20 +1,23 @@
-"""Serves a model over HTTP: the dialects of OpenAI, vLLM and others, answered by one engine.
+"""A model behind the HTTP APIs of OpenAI, vLLM and others. One engine answers all requests.
 
-run           binds, loads, serves, drains; protocol: limits on connections and headers
-app           puts the dialects together with health, and describes them in OpenAPI
-state         the server's state, what a dialect is, and the way from a request to its handler
-context       what dialects do alike: one request, whole answers and answers in events
-dialects      which path of OpenAI, vLLM, Anthropic, Cohere, TEI is answered how; files: of OpenAI's files and batches
-handler       RequestHandler: bodies become items of tasks, tasks' requests go to the engine, results become responses
-backpressure  how many requests may wait, and threads for which tenants take turns
-limits        what a request may not bring, and what the event loop does itself
-http          notices clients that leave, reads bodies within limits, writes events, refuses foreign pages
-keys          keys and the tenants they stand for
-batches       which batches there are, and the threads that run them; batch: one batch's way to its output
+run           bind the address, load the model, serve, drain; limits on connections and headers
+app           the ASGI application: routes, probes, metrics, the OpenAPI description
+state         the server's state: model, keys, failures, batches
+context       one request: from its body to a whole response or to events; dialects and their entries
+dialects      the paths of OpenAI, vLLM, Anthropic, Cohere and TEI
+files         the paths of OpenAI's files and batches
+handler       items of a request through a task and the engine to the answers
+limits        limits on items, limits on waiting requests, fair thread pools
+http          error responses, bodies, events, clients that disconnect, allowed hosts
+keys          API keys and tenants
+kept          stored answers
+batches       the open batches and the threads that run them
+batch         one batch, from validation to its output files
 store         files and batches on disk
-admin         the page, and the cache; metrics: Prometheus, and the access log
+admin         the page and the paths of the cache
+metrics       Prometheus metrics and the access log
 
-Nothing here imports torch. What speaks HTTP is imported when a server starts.
+No module here imports torch. The HTTP libraries are imported when a server starts.
 """
 
 from __future__ import annotations
@@ -29,12 +32,15 @@ __all__ = ["ServerSpec", "serve"]
 
 
 def serve(load: Callable[[], Any], options: ServerSpec) -> None:
-    """Serves the LLM that `load` returns until the process is told to end, and has drained.
+    """Serve the LLM that `load` returns, until a signal ends the process and the server has drained.
 
-    load  called in a thread of its own, while the address is bound already
+    Args:
+        load: runs in a thread of its own while the address is already bound
 
-    Raises JobError where the address cannot be bound, MissingExtraError without the libraries of `prefold[serve]`, and
-    what `load` raises.
+    Raises:
+        JobError: the options contradict each other, or the address cannot be bound
+        MissingExtraError: a library of `prefold[serve]` is not installed
+        Exception: any error of `load`
     """
     try:
         from .run import run

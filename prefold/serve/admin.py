@@ -1,7 +1,7 @@
-"""The page of a server for its admins, which shows its trie, the running sequences and its steps over time, and the
-cache: its state, pin, unpin, clear.
+"""The page of a server, and the paths that inspect and manage the cache.
 
-The page itself has no data and is public; its data come from /page/data, which is for admins.
+The page shows the trie, the running sequences and the steps over time. The page itself contains no data and is public.
+Its data come from /page/data, which needs an admin's key.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from .dialects import OPENAI
 from .http import Refusal, json_response, unless_gone
 from .metrics import hits_of
 
-MOST_RUNNING, MOST_PATHS = 40, 5000  # that the page shows
+MOST_RUNNING, MOST_PATHS = 40, 5000  # running sequences and paths that the page shows
 
 
 def route() -> Route:
-    """Returns the route of the page."""
+    """Return the route of the page."""
     text = page_text("page.html")
 
     async def page(request: Request) -> Response:
-        """Answers with the page that shows the trie and the sequences that run."""
+        """Return the page that shows the trie and the running sequences."""
         return page_response(text)
 
     return Route("/", page, methods=["GET"])
 
 
 def page_text(name: str) -> str:
-    """Returns a page of this package, with the style and the drawing of reports in it."""
+    """Return an HTML file of this package, with the style and the scripts of reports inserted."""
     return with_drawing(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
 
 
 def page_response(text: str) -> Response:
-    """Returns the response with a page, whose policy allows it to load nothing, and to fetch data from this server."""
+    """Return the response with a page. Its policy forbids loading anything, and allows fetching data from this
+    server."""
 
     def hashes(tag: str) -> str:
         parts = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
@@ -71,7 +72,7 @@ def page_response(text: str) -> Response:
 
 
 async def data(context: RequestContext) -> Response:
-    """Answers with what the page shows now; `tenant` in the query: with the trie of that tenant only."""
+    """Return what the page shows now. `tenant` in the query limits the trie to that tenant."""
     handler, state, owner = context.handler, context.state, context.tenant.owner
     of = context.request.query_params.get("tenant") or None
 
@@ -83,7 +84,7 @@ async def data(context: RequestContext) -> Response:
     now: Snapshot = await handler.in_pool(NO_OWNER, listing)
     shape = TreeShape(now.paths, owner_of, most=MOST_PATHS)
     stats = now.stats
-    # The engine counts the rows of a request when they are computed, and the tokens when the request ends.
+    # The engine counts rows when they are computed, but a request's tokens only when the request ends.
     tokens = stats.tokens + sum(sequence.prompt_tokens + sequence.output_tokens for sequence in now.running)
     generation = stats.generation
     waiting, waiting_tokens = handler.backpressure.waiting
@@ -112,7 +113,7 @@ async def data(context: RequestContext) -> Response:
 
 
 def sequences_shown(running: Sequence[RunningSequence], owner_of: Callable[[Hashable], str]) -> dict[str, list[Any]]:
-    """Returns the first running sequences, and for each owner the number of its sequences and of their tokens."""
+    """Return the first running sequences, and for each owner the number of its sequences and their tokens."""
     counts: dict[str, list[int]] = {}
     rows = []
     for namespace, *numbers in running:
@@ -125,7 +126,7 @@ def sequences_shown(running: Sequence[RunningSequence], owner_of: Callable[[Hash
 
 
 async def cache_state(context: RequestContext) -> Response:
-    """Answers with how the cache is set, what it holds, and how much of that belongs to whom."""
+    """Return the settings of the cache and the rows that it contains, in total and by tenant."""
     handler = context.handler
     cache: Any = handler.engine.facts.options.generation.cache
     if cache is None:
@@ -149,17 +150,17 @@ async def cache_state(context: RequestContext) -> Response:
 
 
 async def pin(context: RequestContext) -> Response:
-    """Computes a prompt, where it is not there yet, and keeps it until it is unpinned; answers with its tokens."""
+    """Compute a prompt if it is not cached, and keep it until it is unpinned. Return its number of tokens."""
     return await place(context, compute=True)
 
 
 async def unpin(context: RequestContext) -> Response:
-    """Takes a pin back; answers with how many tokens it held."""
+    """Release a pinned prompt. Return the number of tokens that the pin held."""
     return await place(context, compute=False)
 
 
 async def place(context: RequestContext, *, compute: bool) -> Response:
-    """Pins or unpins a prompt or a conversation, for the tenant that the body names, by default the admin's own."""
+    """Pin or unpin a prompt or a conversation of the tenant that the body names (default: the admin's own)."""
     await context.read(computes=compute)
     cache_of(context.handler)
     body = {name: value for name, value in context.body.items() if name != "tenant"}
@@ -167,7 +168,7 @@ async def place(context: RequestContext, *, compute: bool) -> Response:
     if name is not None:
         context.tenant = next((item for item in context.state.keys.tenants if item.name == name), None)  # type: ignore[assignment]
         if context.tenant is None:
-            message, remedy = f"there is no tenant {name!r:.100}", "name one of the file of keys"
+            message, remedy = f"there is no tenant {name!r:.100}", "name a tenant of the file of keys"
             raise InputError(message, field="tenant", remedy=remedy, code="unknown_tenant")
     kind = Chat if "messages" in body else Completion
     items, _ = kind.of({**body, "max_tokens": 1, "temperature": 0}, in_batch=True).read({})
@@ -186,13 +187,13 @@ async def place(context: RequestContext, *, compute: bool) -> Response:
 
 
 async def clear(context: RequestContext) -> Response:
-    """Lets all go that is not pinned and not in use; answers with how many rows went."""
+    """Evict all rows that are neither pinned nor in use. Return the number of evicted rows."""
     cache = cache_of(context.handler)
     return json_response({"cleared": await context.handler.in_pool(NO_OWNER, cache.clear)})
 
 
 def cache_of(handler: Any) -> Any:
-    """Returns the cache. Raises Refusal if it is off."""
+    """Return the cache. Raise Refusal if it is off."""
     if handler.engine.cache is None:
         raise _off()
     return handler.engine.cache

@@ -1,4 +1,4 @@
-"""Makes one ASGI application of the dialects, health and metrics."""
+"""The ASGI application: the dialects, the probes and the metrics."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ from .state import AppState, new_id
 
 LAG_SECONDS = 0.5  # between two measurements of the event loop's lag
 _ID = re.compile(rb"[!-~]{1,128}")
-DIALECTS: list[ModuleType] = [dialects, files, admin]  # modules of entries; the first entry of a path counts
+DIALECTS: list[ModuleType] = [dialects, files, admin]  # modules with ENTRIES; the first entry of a path wins
 
 
 class Direct:
-    """A Direct is an ASGI application that answers a dialect's paths without parameters itself, and passes other
-    requests to Starlette, which is slower: it tries its routes one after the other, and wraps what is sent twice. It
-    counts the requests whose responses are not completely sent, and names each response by its `x-request-id`: the
-    client's, or a new one. Without keys it refuses requests of foreign pages.
+    """The outer ASGI application. It calls the endpoints of paths without parameters directly.
 
-    routes  of the whole application
+    All other requests go to Starlette, which is slower: it tries its routes in order and wraps `send` twice.
+
+    For every request it also counts the responses that have not been sent completely, and sends `x-request-id`: the
+    client's id or a new one. Without keys it refuses requests of foreign pages.
+
+    Attributes:
+        routes: all routes, also Starlette's
     """
 
     def __init__(self, app: Starlette, state: AppState, routes: Mapping[tuple[str, str], Route]):
@@ -64,7 +67,7 @@ class Direct:
             self._state.open -= 1
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> Any:
-        """Returns the response to a request, or the application that makes it."""
+        """Return the response to a request, or the application that makes the response."""
         try:
             if self._hosts is not None:
                 self._hosts.check(scope["headers"])
@@ -78,13 +81,13 @@ class Direct:
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Returns the id of a request: the client's x-request-id if that is short and printable, else a new one."""
+    """Return the client's x-request-id if it is short and printable, else a new id."""
     sent = next((value for name, value in headers if name == b"x-request-id"), b"")
     return sent.decode() if _ID.fullmatch(sent) else new_id()
 
 
 def make_app(state: AppState) -> Direct:
-    """Returns the application of a server."""
+    """Return the application of a server."""
 
     async def wrong_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -93,7 +96,7 @@ def make_app(state: AppState) -> Direct:
             state.tenant_of(request.headers)
             message, remedy, code = f"there is no {path!r:.200}", "GET /docs shows the paths", "not_found"
             if any(entry.path == f"/v1{path}" for entry in entries):
-                remedy = f"ask for /v1{path}: an OpenAI client's base URL ends in /v1"
+                remedy = f"use /v1{path}: an OpenAI client's base URL ends in /v1"
             if error.status_code == 405:
                 message = f"{path!r:.200} does not take {request.method}"
                 remedy, code = f"use {(error.headers or {})['Allow']}", "method_not_allowed"
@@ -111,14 +114,14 @@ def make_app(state: AppState) -> Direct:
         looking.cancel()
 
     async def health(request: Request) -> Response:
-        """Answers whether requests are taken: 200, or 503 with the reason."""
+        """Return 200 if the server accepts requests, else 503 with the reason."""
         failing = state.failing
         body = {"status": state.status} if failing is None else {"status": "failing", "reason": failing}
         return json_response(body, 200 if body["status"] == "ready" else 503)
 
     async def alive(request: Request) -> Response:
-        """Answers whether the process works, also while it loads the model or drains: 200, or 503 if it has to be
-        started again."""
+        """Return 200 while the process works, also while it loads the model or drains. Return 503 if it must be
+        restarted."""
         return json_response({"status": state.status}, 200 if state.is_alive else 503)
 
     entries = [*SERVER, *(entry for dialect in DIALECTS for entry in dialect.ENTRIES)]
@@ -133,12 +136,12 @@ def make_app(state: AppState) -> Direct:
 
 
 async def version(context: RequestContext) -> Response:
-    """Answers with prefold's version."""
+    """Return prefold's version."""
     return json_response({"version": __version__})
 
 
 async def metrics(context: RequestContext) -> Response:
-    """Answers with the metrics, in Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     return Response(context.state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -146,7 +149,7 @@ SERVER = [Entry(OPENAI, "GET", "/version", version), Entry(OPENAI, "GET", "/metr
 
 
 async def watch_loop(state: AppState) -> None:
-    """Measures the event loop's lag, for ever."""
+    """Measure the event loop's lag until cancelled."""
     while True:
         start = time.perf_counter()
         await asyncio.sleep(LAG_SECONDS)
@@ -169,22 +172,26 @@ _SHARED_KEYS: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}, {
 
 
 def describing(entries: Sequence[Entry], plain: Sequence[Route]) -> list[Route]:
-    """Returns the routes of the OpenAPI description and its page. plain: routes of no dialect"""
+    """Return the routes of the OpenAPI description and its page.
+
+    Args:
+        plain: routes outside of the dialects, for the description
+    """
     description, text = describe(entries, plain), page_text("docs.html")
 
     async def openapi(request: Request) -> Response:
-        """Answers with this description."""
+        """Return this OpenAPI description."""
         return json_response(description)
 
     async def docs(request: Request) -> Response:
-        """Answers with a page that shows this description."""
+        """Return a page that shows the OpenAPI description."""
         return page_response(text)
 
     return [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
 
 
 def describe(entries: Sequence[Entry], plain: Sequence[Route]) -> dict[str, Any]:
-    """Returns the OpenAPI description of the routes. The first entry of a path and method counts."""
+    """Return the OpenAPI description of the routes. The first entry of a path and method wins."""
     paths: dict[str, dict[str, Any]] = {}
     kinds = list(dict.fromkeys(kind for entry in entries for kind in entry.bodies))
     references, schemas = schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -199,9 +206,7 @@ def describe(entries: Sequence[Entry], plain: Sequence[Route]) -> dict[str, Any]
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
-    about = (
-        "Requests of several APIs, answered by one model. Keys are needed where the server was started with --api-keys."
-    )
+    about = "Several APIs, answered by one model. A server that was started with --api-keys requires a key."
     return {
         "openapi": "3.1.0",
         "info": {"title": "prefold", "version": __version__, "description": about},
@@ -211,7 +216,11 @@ def describe(entries: Sequence[Entry], plain: Sequence[Route]) -> dict[str, Any]
 
 
 def _about(method: str, path: str, source: Any, tag: str) -> dict[str, Any]:
-    """Returns the head of an operation. source: the object whose docstring is its summary."""
+    """Return the head of an operation.
+
+    Args:
+        source: the object whose docstring is the summary
+    """
     name = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
     summary = (inspect.getdoc(source) or "Answers.").split("\n\n")[0]
     return {"tags": [tag], "operationId": name, "summary": " ".join(summary.split())}
@@ -223,7 +232,7 @@ def _operation(entry: Entry, path: str, bodies: list[Any]) -> dict[str, Any]:
     operation = _about(entry.method, path, source, "server" if entry.admin or path == "/version" else dialect)
     operation["security"] = _SHARED_KEYS
     if entry.admin:
-        operation["description"] = "For admins, where the server has keys."
+        operation["description"] = "Needs an admin's key if the server has keys."
     names = re.findall(r"{(\w+)}", path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     if entry.query is not None:
@@ -239,7 +248,5 @@ def _operation(entry: Entry, path: str, bodies: list[Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": "The answer."} | _JSON
     if any("stream" in kind.__struct_fields__ for kind in entry.bodies):
         answer["content"] = answer["content"] | {"text/event-stream": {"schema": {"type": "string"}}}
-    wrong = (
-        f"What is wrong, in the form of {dialect}'s errors: 400 for the request, 401 and 403 for keys, 404, 429, 5xx."
-    )
+    wrong = f"An error in the form of {dialect}'s API: 400 for the request, 401 and 403 for keys, 404, 429, 5xx."
     return operation | {"responses": {"200": answer, "default": {"description": wrong} | _JSON}}

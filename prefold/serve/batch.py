@@ -1,18 +1,18 @@
-"""Runs one batch: its lines are counted, answered into a file through a job's journal, and split into the output and
-the error file. The server may be killed in any state; the next start goes on from there.
+"""One batch: its lines are counted, answered into a file through a job's journal, and split into two output files. If
+the server is killed in any state, the next start continues from there.
 
-    status        what is done in it                        what is stored at its end
-    validating    lines are read and counted                _input, request_counts; in_progress, or failed
-    in_progress   lines are answered; `cancelling` where    _ending and _why where lines are left, which become errors
-                  the client ends it early                  then; finalizing
-    finalizing    the lines are split into two files        files, usage; completed, cancelled, expired or failed
+    status        what happens                            stored at the end
+    validating    lines are read and counted              _input, request_counts; then in_progress or failed
+    in_progress   lines are answered; `cancelling` if     _ending and _why if lines are left, which then become
+                  the client cancels the batch            errors; then finalizing
+    finalizing    lines are split into output and errors  files, usage; then completed, cancelled, expired or failed
 
 Fields of a stored batch that clients do not see:
 
-    _model           the checkpoint when it was created: all lines are answered by it
-    _output_seconds  after so many seconds its files are forgotten; None: never
-    _input           identity of its input file when it was read; the journal's lines are of it
-    _ending          the status it is to end with; stored before lines become errors, so that all errors are of one kind
+    _model           the checkpoint at creation; all lines are answered by it
+    _output_seconds  lifetime of its output files in seconds; None: no limit
+    _input           identity of its input file when it was read; the journal belongs to that file
+    _ending          the status it will end with; stored before lines become errors, so that all get the same error
     _why             why it failed, for its `errors`
 """
 
@@ -42,9 +42,9 @@ from .store import Body, Store
 
 # Smaller than the windows of a job without a server, because live requests wait while a window is read.
 WINDOW_TOKENS = 1 << 17
-ATTEMPTS = 3  # of a batch that fails by an error of the server
-MOST_ERRORS = 20  # lines named in a batch that was refused
-# {how a batch ends before all its lines are computed: (code, message) of the remaining lines}
+ATTEMPTS = 3  # after this many errors of the server a batch fails
+MOST_ERRORS = 20  # lines that the `errors` of a refused batch list
+# {status of a batch that ended early: (code, message) of the remaining lines}
 _REST = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was computed"),
     "expired": ("batch_expired", "the batch's completion_window ended before this request was computed"),
@@ -54,39 +54,32 @@ _REST = {
 
 @dataclass(eq=False)
 class OpenBatch:
-    """An OpenBatch is a batch that has not ended.
-
-    file      the id of its input file
-    is_taken  whether a thread works for it, or it is not stored yet
-    is_full   whether its lines are more than its tenant may store
-    retry_at  when it may be run again, in time.monotonic()
-    output    the output of the running job
-    """
+    """A batch that has not ended."""
 
     id: str
     tenant: str
     status: str
     expires_at: float
-    file: str
-    is_taken: bool = False
-    is_full: bool = False
-    retry_at: float = 0.0
+    file: str  # id of its input file
+    is_taken: bool = False  # a thread works on it, or it is not stored yet
+    is_full: bool = False  # its lines exceed what its tenant may store
+    retry_at: float = 0.0  # in time.monotonic(): not run again before
     failures: int = 0
-    output: FileOutput | None = None
+    output: FileOutput | None = None  # of the running job
 
     @classmethod
     def of(cls, tenant: str, body: Body) -> OpenBatch:
-        """Returns the batch of an object in the store."""
+        """Return the batch of an object in the store."""
         return cls(body["id"], tenant, body["status"], body["expires_at"], body["input_file_id"])
 
     @property
     def is_free(self) -> bool:
-        """Returns whether a thread may work for it now."""
+        """Return whether a thread may work on it now."""
         return not self.is_taken and time.monotonic() >= self.retry_at
 
     @property
     def ending(self) -> str | None:
-        """Returns the status with which it must end now, before all lines are answered; None if it goes on."""
+        """Return the status with which the batch must end now, before all lines are answered; None to continue."""
         if self.status == "cancelling":
             return "cancelled"
         if self.is_full:
@@ -95,11 +88,14 @@ class OpenBatch:
 
 
 class BatchWork:
-    """A BatchWork validates and finishes batches, one at a time in each thread.
+    """The work on a batch: validation and completion. Each thread works on one batch at a time.
 
-    is_stopping  returns whether the server is to end
-    gives_way    gives_way(batch, lines answered in its turn, all its lines) -> whether its turn is over
-    commit_seconds  as of OutputOptions
+    Args:
+        is_stopping: returns whether the server is about to end
+        gives_way: gives_way(batch, lines answered in this turn, all its lines) returns whether its turn is over
+
+    Attributes:
+        commit_seconds: see OutputOptions
     """
 
     def __init__(
@@ -115,7 +111,7 @@ class BatchWork:
         self.commit_seconds: float | None = None
 
     def _source(self, body: Body) -> Source:
-        """Returns the source of a batch's lines. Raises JobError if the file is at fault."""
+        """Return the source of a batch's lines. Raise JobError if the file is invalid or gone."""
         id = body["input_file_id"]
         file = self._store.get("file", None, id)
         name = id if file is None else file["filename"]
@@ -135,8 +131,11 @@ class BatchWork:
         return adapter
 
     def validate(self, batch: OpenBatch) -> Body | None:
-        """Counts a batch's lines, and refuses it if none of them can be answered. Returns the changed batch, whose
-        status is "cancelling" if it was cancelled meanwhile; None if the server is to end."""
+        """Count a batch's lines, and refuse the batch if no line can be answered.
+
+        Return the changed batch. Its status is "cancelling" if it was cancelled meanwhile. Return None if the server is
+        about to end.
+        """
         body = self._stored(batch)
         adapter, total, good = self._adapter(body), 0, 0
         errors: list[Body] = []
@@ -154,12 +153,12 @@ class BatchWork:
                 if self._is_stopping():
                     return None
         except JobError as wrong:
-            if isinstance(wrong.__cause__, OSError):  # the disk is at fault, and the file may be right
+            if isinstance(wrong.__cause__, OSError):  # the disk failed; the file may be valid
                 raise
             good = 0
             errors.append({"code": "invalid_file", "line": None, "message": str(wrong), "param": "input_file_id"})
         if not total and not errors:
-            message = "the input file holds no lines; give one request a line"
+            message = "the input file is empty; write one request per line"
             errors.append({"code": "empty_file", "line": None, "message": message, "param": "input_file_id"})
         now = int(time.time())
         changes: Body = {"request_counts": {"total": total, "completed": 0, "failed": 0}, "_input": identity}
@@ -170,8 +169,10 @@ class BatchWork:
         return self._store.change("batch", batch.id, changes, only=("validating",)) or self._stored(batch)
 
     def finish(self, batch: OpenBatch) -> Body | None:
-        """Answers the remaining lines of a batch, ends it, and returns the changed batch; None if the server is to end,
-        or the batch's turn is over."""
+        """Answer the remaining lines of a batch, end it, and return the changed batch.
+
+        Return None if the server is about to end, or the batch's turn is over.
+        """
         body = self._stored(batch)
         folder = self._store.batches / batch.id
         folder.mkdir(exist_ok=True)
@@ -190,19 +191,22 @@ class BatchWork:
         return final
 
     def _write_lines(self, batch: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
-        """Writes the missing lines of a batch. Returns (the status with which it ends, or None if it goes on later; the
-        usage of its answers if this call wrote all lines and none is an error, else None)."""
+        """Write the missing lines of a batch.
+
+        Return (status, usage). The status is None if the batch continues later. The usage is None unless this call
+        wrote all lines and none is an error.
+        """
         source, reason = None, body.get("_why", "")
         try:
             source = self._source(body)
-        except JobError as error:  # the file was removed, or the batch ends before it was validated
+        except JobError as error:  # the file is gone, or the batch ends before it was validated
             reason = str(error)
         identity = {"batch": batch.id, "input": body.get("_input") if source is None else source.identity}
         output = batch.output = FileOutput(OutputOptions(path, commit_seconds=self.commit_seconds), identity)
         adapter = self._adapter(body)
         ending: str | None = body.get("_ending") or ("failed" if batch.failures >= ATTEMPTS else batch.ending)
         if body["_model"] != self._handler.llm.checkpoint.name:
-            ending, reason = ending or "failed", "the model changed"  # lines of one batch are of one model
+            ending, reason = ending or "failed", "the model changed"  # one model answers all lines of a batch
         elif source is None:
             ending = ending or "failed"
         try:
@@ -213,7 +217,7 @@ class BatchWork:
                     if ending is None:
                         return None, None
                     if batch.is_full:
-                        reason = "there is no more room for what its tenant stores: delete files"
+                        reason = "the storage quota of its tenant is full: delete files"
                 if ending != "completed":
                     self._store.change("batch", batch.id, {"_ending": ending, "_why": reason})
                     if source is not None:
@@ -231,7 +235,7 @@ class BatchWork:
     def _run(
         self, batch: OpenBatch, body: Body, source: Source, adapter: OpenAIBatch, output: FileOutput
     ) -> str | None:
-        """Runs the job of a batch. Returns the status with which the batch ends; None if it goes on later."""
+        """Run the job of a batch. Return the status with which the batch ends; None if it continues later."""
         owner, llm = Owner(batch.tenant or None, is_batch=True), self._handler.llm
         tasks = _Tasks(self._handler, self._keys.salt_prefix(Tenant(batch.tenant or None)), owner)
         seed = int.from_bytes(hashlib.blake2b(batch.id.encode(), digest_size=6).digest())
@@ -246,20 +250,23 @@ class BatchWork:
         return "completed" if run_beside(job, owner, _internal_error, stopping) else batch.ending
 
     def _end(self, batch: OpenBatch, body: Body, lines: Path, usage: Counter[str] | None) -> Body:
-        """Makes a batch's files from its lines, ends it, and returns the changed batch. usage: of the answers, if no
-        line is an error; else None"""
+        """Create a batch's files from its lines, end it, and return the changed batch.
+
+        Args:
+            usage: of the answers if no line is an error, else None
+        """
         ending, now = body["_ending"], int(time.time())
         ids = {kind: "file-" + _digest(f"{batch.id}:{kind}") for kind in ("output", "error")}
         store = self._store
         with store.writing_content(ids["output"]) as good, store.writing_content(ids["error"]) as bad:
-            good.unlink(missing_ok=True)  # after a kill this may be a second name of the lines' file
+            good.unlink(missing_ok=True)  # after a kill this may be a hard link to the lines' file
             if usage is None:
                 counts, usage = split_lines(lines, good, bad)
             else:
                 counts = Counter(output=body["request_counts"]["completed"])
                 try:
-                    os.link(lines, good)  # a second name, which costs nothing
-                except OSError:  # the file system has none
+                    os.link(lines, good)
+                except OSError:  # the file system has no hard links
                     shutil.copyfile(lines, good)
                 bad.touch()
         changes: Body = {"status": ending, f"{ending}_at": now, "usage": _usage_body(usage)}
@@ -275,7 +282,7 @@ class BatchWork:
             else:
                 store.drop_content(ids[kind])
         if ending == "failed":
-            reason = body.get("_why") or "the server failed at it"
+            reason = body.get("_why") or "the server failed"
             error = {"code": "batch_failed", "line": None, "message": f"{reason}; create it again", "param": None}
             changes["errors"] = {"object": "list", "data": [error]}
         store.add_all([*objects, ("batch", batch.tenant, body | changes, None)])
@@ -288,15 +295,16 @@ class BatchWork:
 
 
 def open_input(path: Path, name: str, most_bytes: int) -> Source:
-    """Returns the source of the lines of an uploaded file. Raises JobError if the file is at fault, OSError if the disk
-    is.
+    """Return the source of the lines of an uploaded file. Raise JobError for an invalid file, and OSError if the disk
+    fails.
 
-    name        the client's name for it, for errors
-    most_bytes  of a line; a longer line is a record with an error
+    Args:
+        name: the client's name for the file, for errors
+        most_bytes: maximum size of a line; a longer line becomes a record with an error
     """
     try:
         if is_gzip(path):
-            raise JobError(f"{name} is compressed; upload it as plain JSONL: gunzip {name}")
+            raise JobError(f"{name} is compressed; upload plain JSONL: gunzip {name}")
         identity = file_identity(path)
         with path.open("rb") as file:
             head = file.readline(most_bytes)
@@ -310,7 +318,7 @@ def open_input(path: Path, name: str, most_bytes: int) -> Source:
 
 
 class _Lines(OpenAIBatch):
-    """A _Lines is an OpenAIBatch with the server's limits of a request for each line."""
+    """The lines of a batch, with the server's limits of a request for each line."""
 
     handler: RequestHandler
 
@@ -326,7 +334,7 @@ class _Lines(OpenAIBatch):
 
 
 class _Tasks(dict[str, Any]):
-    """A _Tasks makes the tasks of a batch's lines, whose prompts are shared within a tenant only."""
+    """{name: task} for a batch's lines, made on first use. Their prompts share rows only within the tenant."""
 
     def __init__(self, handler: RequestHandler, salt_prefix: str, owner: Owner):
         super().__init__()
@@ -339,7 +347,11 @@ class _Tasks(dict[str, Any]):
 
 
 def _usage_body(usage: Counter[str]) -> Body:
-    """Returns the usage of a batch, the tokens of its answers. usage: as `add_usage` adds it up."""
+    """Return the usage of a batch: the tokens of its answers.
+
+    Args:
+        usage: the sums of `add_usage`
+    """
     approximate = {"approximate_tokens": usage["approximate"]} if usage["approximate"] else {}
     return {
         "input_tokens": usage["input"],

@@ -1,8 +1,9 @@
-"""Runs batches: files of requests that are answered beside live ones, each line once, whenever the server dies.
+"""Batches: files of requests that are answered beside live requests. Each line is answered once, even if the server is
+killed.
 
-The store has all batches. One thread runs a batch at a time (see `batch.py`); a second one validates and ends the
-others. Tenants take turns in both, and a tenant's oldest batch is first. A large batch gives way to another tenant's
-after a while, and goes on later.
+The store contains all batches. One thread runs one batch at a time (see `batch.py`). A second thread validates batches
+and ends cancelled and expired ones. In both threads tenants take turns, and a tenant's oldest batch is first. A large
+batch pauses for another tenant's batch after a while, and continues later.
 """
 
 from __future__ import annotations
@@ -25,27 +26,30 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 RUNNING = ("in_progress", "finalizing")
 LOOK_SECONDS = 0.25
 RETRY_SECONDS = 5.0
-# Lines of a batch that are answered before it gives way to another tenant's, and how often it gives way at most.
+# A batch pauses for another tenant's batch after this many lines, and at most this many times.
 LINES_A_TURN, MOST_TURNS = 1024, 8
 
 
 class Batches:
-    """A Batches runs the batches of a store.
+    """The open batches of a store, and the threads that run them.
 
-    log            is called with errors of the server
-    look_seconds   a thread looks for work after this time at the latest
-    retry_seconds  a batch that failed is tried again after this time
-    lines_a_turn   lines of a batch that are answered before it gives way to another tenant's
-    work           what the threads do for a batch, once `start` was called
+    Args:
+        log: receives errors of the server
+
+    Attributes:
+        look_seconds: a thread looks for work at least this often
+        retry_seconds: a batch that failed is tried again after this time
+        lines_a_turn: lines that a batch answers before it pauses for another tenant's batch
+        work: what the threads do for a batch, once `start` was called
     """
 
     def __init__(self, store: Store, log: Callable[[Exception], None]):
         self._store, self._log = store, log
         self.look_seconds, self.retry_seconds, self.lines_a_turn = LOOK_SECONDS, RETRY_SECONDS, LINES_A_TURN
         self.open: dict[str, OpenBatch] = {}
-        self._num_readers: Counter[str] = Counter()  # by file: how many of `open` read it
+        self._num_readers: Counter[str] = Counter()  # {file: number of open batches that read it}
         self._lock = threading.Lock()  # guards `open`, `_num_readers` and `is_taken`
-        self._using = threading.Lock()  # guards files: none is deleted while a batch that reads it is created
+        self._using = threading.Lock()  # a file must not be deleted while a batch that reads it is created
         self._turns: Counter[tuple[str, str]] = Counter()  # {(thread's name, tenant): the number of its last turn}
         self._wake, self._can_run = threading.Event(), threading.Event()
         self._is_stopping = False
@@ -58,26 +62,25 @@ class Batches:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def start(self, handler: RequestHandler, keys: Keys) -> None:
-        """Starts the threads."""
         self.work = BatchWork(self._store, handler, keys, lambda: self._is_stopping, self._gives_way)
         for name, loop in (("prefold-batches", self._run), ("prefold-keeper", self._keep)):
             self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
             self._threads[-1].start()
 
     def begin_to_stop(self) -> None:
-        """Makes the running batch stop after its step."""
+        """Make the running batch stop after its present step."""
         self._is_stopping = True
         self._wake.set()
         self._can_run.set()
 
     def stop(self) -> None:
-        """Stops the threads, and waits until finished lines are written."""
+        """Stop the threads, and wait until finished lines are written."""
         self.begin_to_stop()
         for thread in self._threads:
             thread.join(30)
 
     def create(self, tenant: str, body: Body) -> Body:
-        """Stores a new batch, and returns it. Raises Refusal (404) if its file is gone."""
+        """Store a new batch and return it. Raise Refusal (404) if its file is gone."""
         with self._using:
             if self._store.get("file", tenant, body["input_file_id"]) is None:
                 message = f"there is no file {body['input_file_id']!r:.100} for a batch"
@@ -85,7 +88,7 @@ class Batches:
                 raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
             batch = OpenBatch.of(tenant, body)
             batch.is_taken = True
-            self.hold(batch)  # before it is stored, since from then on it can be cancelled
+            self.hold(batch)  # before it is stored, because a stored batch can be cancelled
             try:
                 self._store.add("batch", tenant, body)
             except BaseException:
@@ -97,7 +100,7 @@ class Batches:
         return body
 
     def cancel(self, id: str) -> Body:
-        """Starts to cancel a batch, and returns it. A batch that has ended stays as it is."""
+        """Start to cancel a batch, and return it. A batch that has ended stays as it is."""
         changes = {"status": "cancelling", "cancelling_at": int(time.time())}
         body = self._store.change("batch", id, changes, only=("validating", "in_progress"))
         if body is None:
@@ -111,7 +114,7 @@ class Batches:
         return body
 
     def with_counts(self, body: Body) -> Body:
-        """Returns a batch as clients see it: with its present counts, and without internal fields."""
+        """Return a batch for clients: with its present counts, without internal fields."""
         batch = self.open.get(body["id"])
         if batch is not None and (output := batch.output) is not None:
             counts = {"completed": output.count - output.errors, "failed": output.errors}
@@ -119,18 +122,18 @@ class Batches:
         return {name: value for name, value in body.items() if name[0] != "_"}
 
     def open_counts(self) -> list[list[Any]]:
-        """Returns [id, status, lines, answered, failed] of each batch that has not ended."""
+        """Return [id, status, lines, answered, failed] of each batch that has not ended."""
         bodies = (self._store.get("batch", None, id) for id in list(self.open))
         known = [self.with_counts(body) for body in bodies if body is not None]
         names = ("total", "completed", "failed")
         return [[body["id"], body["status"], *(body["request_counts"][name] for name in names)] for body in known]
 
     def uses(self, file: str) -> bool:
-        """Returns whether an open batch reads a file, or a batch that has just ended."""
+        """Return whether a batch that is open, or has just ended, reads a file."""
         return self._num_readers[file] > 0
 
     def forget_file(self, tenant: str, file: str) -> bool:
-        """Deletes a file and its content, and returns True; returns False if a batch still reads it."""
+        """Delete a file and its content. Return False, and delete nothing, if a batch still reads the file."""
         with self._using:
             if self.uses(file) and any(self._reads(batch, file) for batch in list(self.open.values())):
                 return False
@@ -139,13 +142,15 @@ class Batches:
         return True
 
     def _reads(self, batch: OpenBatch, file: str) -> bool:
-        """Returns whether a batch reads a file, by its status in the store, which clients see: it ends there a moment
-        before it leaves the open ones."""
+        """Return whether a batch reads a file, by the status that clients see.
+
+        A batch ends in the store a moment before it leaves the open batches.
+        """
         body = self._store.get("batch", None, batch.id) if batch.file == file else None
         return body is not None and body["status"] in OPEN
 
     def _run(self) -> None:
-        """Runs batches one after the other."""
+        """Run batches one after the other."""
         while not self._is_stopping:
             batch = self.take(lambda entry: entry.status in RUNNING)
             if batch is None:
@@ -155,7 +160,7 @@ class Batches:
                 self._attempt(self.work.finish, batch)
 
     def _keep(self) -> None:
-        """Validates new batches, ends cancelled and expired ones, deletes expired files, and probes a failed store."""
+        """Validate new batches, end cancelled and expired ones, delete expired files, and probe a failed store."""
         batch = None
         while not self._is_stopping:
             if batch is None:
@@ -170,8 +175,10 @@ class Batches:
                 self._attempt(self.work.validate if validate else self.work.finish, batch)
 
     def take(self, can: Callable[[OpenBatch], bool]) -> OpenBatch | None:
-        """Returns the batch that this thread works for next: of those that `can` accepts, the oldest one of the tenant
-        whose last turn is longest ago."""
+        """Return the batch that this thread works on next, or None.
+
+        Among the free batches that `can` accepts, this is the oldest batch of the tenant with the least recent turn.
+        """
         thread = threading.current_thread().name
         with self._lock:
             free = [batch for batch in self.open.values() if can(batch) and batch.is_free]
@@ -183,15 +190,20 @@ class Batches:
         return batch
 
     def _gives_way(self, batch: OpenBatch, num_answered: int, total: int) -> bool:
-        """Returns whether a batch lets another tenant's run before it goes on, which is rare because it then reads its
-        input again. num_answered, total: its lines that were answered in this turn, and all of its lines"""
+        """Return whether a batch pauses for another tenant's batch. This is rare, because a paused batch reads its
+        input again.
+
+        Args:
+            num_answered: lines that were answered in this turn
+            total: all lines of the batch
+        """
         if num_answered < max(self.lines_a_turn, total // MOST_TURNS):
             return False
         others = (other for other in list(self.open.values()) if other.tenant != batch.tenant)
         return any(other.status in RUNNING and other.is_free for other in others)
 
     def _attempt(self, work: Callable[[OpenBatch], Body | None], batch: OpenBatch) -> None:
-        """Calls work(batch), and records the batch's new status. After an error the call is repeated later."""
+        """Call work(batch) and record the batch's new status. After an error the call is repeated later."""
         trouble, troubles = f"batch {batch.id}", self._store.troubles
         try:
             if (body := work(batch)) is not None:
@@ -211,7 +223,7 @@ class Batches:
             self._can_run.set()
 
     def _drop_ended(self) -> None:
-        """Deletes expired files, and responses that an earlier version stored."""
+        """Delete expired files, and responses that an earlier version stored."""
         try:
             for kind, tenant, id in self._store.ended(time.time()):
                 if kind == "file":
@@ -222,7 +234,7 @@ class Batches:
             return  # the store has recorded the failure
 
     def note(self, batch: OpenBatch, body: Body) -> None:
-        """Records a batch's new status, unless it was cancelled meanwhile and has not ended."""
+        """Record a batch's new status, unless the batch was cancelled meanwhile and has not ended."""
         with self._lock:
             if body["status"] not in OPEN:
                 batch.status = body["status"]
@@ -231,13 +243,13 @@ class Batches:
                 batch.status = body["status"]
 
     def hold(self, batch: OpenBatch) -> None:
-        """Adds a batch to the open ones."""
+        """Add a batch to the open batches."""
         with self._lock:
             self.open[batch.id] = batch
             self._num_readers[batch.file] += 1
 
     def _drop(self, batch: OpenBatch) -> None:
-        """Removes a batch from the open ones. The caller holds the lock."""
+        """Remove a batch from the open batches. The caller holds the lock."""
         if self.open.pop(batch.id, None) is not None:
             self._num_readers[batch.file] -= 1
             if not self._num_readers[batch.file]:
@@ -245,12 +257,12 @@ class Batches:
 
 
 def _public_reason(error: Exception) -> str:
-    """Returns the description of an error for clients, without paths and ids."""
+    """Return the description of an error for clients, without paths and ids."""
     if isinstance(error, Refusal):
         return str(error)
     if isinstance(error, RankError):
         return "a rank of the model is gone"
     if isinstance(error, MemoryError):
-        return "memory is too small"
+        return "memory is full"
     cause = error if isinstance(error, OSError) else error.__cause__
     return f"the data folder fails: {getattr(cause, 'strerror', None) or 'see the log'}"

@@ -1,5 +1,4 @@
-"""The context of a request, and the entries of a dialect: the way from a request to its response, whole or in
-events."""
+"""One request, from its body to the response, and the entries of the dialects."""
 
 from __future__ import annotations
 
@@ -22,16 +21,19 @@ from .limits import check_samples, check_texts
 from .state import AppState, new_id
 
 T = TypeVar("T")
-# The part of an error's remedy that names truncation in Python and on the command line.
+# The part of an error's remedy that says how to truncate in Python and on the command line.
 _CUT = re.compile(rf"(,? or have (?:it|documents) cut with ){re.escape(TRUNCATE)}")
 
 
 class RequestContext:
-    """A RequestContext holds one request and the server's state for it.
+    """A request with the server's state for it.
 
-    body, num_bytes  the object that was sent, and its size, after `read`
-    model, adapter   the model's name in the response, and the request's LoRA adapter
-    id               unique, for the response's id
+    Attributes:
+        body: the JSON object of the request, after `read`
+        num_bytes: the size of the body, after `read`
+        model: the model's name for the response
+        adapter: the request's LoRA adapter, or None
+        id: unique; a part of the response's id
     """
 
     model: str
@@ -44,18 +46,22 @@ class RequestContext:
 
     @property
     def handler(self) -> RequestHandler:
-        """Returns the handler. Raises Refusal (503) while no requests are taken."""
+        """Return the handler. Raise Refusal (503) while the server does not accept requests."""
         return self.state.handler_for_requests()
 
     @property
     def served(self) -> ServedModel:
-        """Returns what an order depends on besides the body. Call it after `read`."""
+        """Return the facts of the server that an order needs besides the body. Call this after `read`."""
         handler = self.handler
         return ServedModel(handler.llm, self.model, self.id, handler.fingerprint, self.state.options.max_logprobs)
 
     async def read(self, *, computes: bool = True) -> None:
-        """Reads the body. computes: whether the request will wait for the engine; if too many do, it is refused before
-        its body is read. Raises Refusal, ClientGone."""
+        """Read the body. Raise Refusal or ClientGone.
+
+        Args:
+            computes: whether the request will wait for the engine. If too many requests wait, it is refused before its
+                body is read.
+        """
         handler = self.handler
         if computes:
             handler.backpressure.check(self.tenant.owner)
@@ -63,20 +69,20 @@ class RequestContext:
         self.model, self.adapter = self.state.model_of(self.body.get("model"))
 
     def order(self, order: TaskOrder) -> TaskOrder:
-        """Returns an order with this request's tenant, adapter and prefix of salts."""
+        """Return an order with this request's tenant, adapter and salt prefix."""
         check_texts(self.body, self.state.options.max_texts)
         check_samples(order.items, self.state.options.max_texts)
         items, salt_prefix = order.items, self.state.keys.salt_prefix(self.tenant)
         if self.adapter is not None:
             items = [item | {"adapter": self.adapter} for item in items]
-        if order.task != "generate" and not order.share:  # numbers with a prefix of their own share nothing
+        if order.task != "generate" and not order.share:  # a unique salt prefix prevents sharing
             salt_prefix += new_id()
         order.items, order.salt_prefix = items, salt_prefix
         order.owner, order.num_bytes = self.tenant.owner, self.num_bytes
         return order
 
     async def answer(self, order: TaskOrder) -> Response:
-        """Returns the response to an order. Raises InputError, Refusal, ClientGone."""
+        """Return the response to an order. Raise InputError, Refusal or ClientGone."""
         try:
             order_here = self.order(order)
             if order.events is not None:
@@ -90,12 +96,12 @@ class RequestContext:
         def write() -> Response:
             return json_response(order.make(results))
 
-        if is_short:  # too short to watch for a client that leaves
+        if is_short:  # not worth watching for a disconnect
             return write()
         return await unless_gone(self.request, self.handler.in_pool(self.tenant.owner, write))
 
     async def tokens(self, order: TaskOrder) -> list[list[int]]:
-        """Returns the token ids of an order's prompts, without running them. Raises InputError, Refusal, ClientGone."""
+        """Return the token ids of an order's prompts without running them. Raise InputError, Refusal or ClientGone."""
         try:
             requests = await unless_gone(self.request, self.handler.requests(self.order(order)))
         except InputError as wrong:
@@ -103,13 +109,13 @@ class RequestContext:
         return [request.tokens.tolist() for request in requests]
 
     async def without_engine(self, function: Callable[[], T]) -> T:
-        """Returns function(), which needs no engine but may take long. Raises InputError, Refusal, ClientGone."""
+        """Return function(), which needs no engine but may be slow. Raise InputError, Refusal or ClientGone."""
         check_texts(self.body, self.state.options.max_texts)
         return await unless_gone(self.request, self.handler.without_engine(self.tenant.owner, self.num_bytes, function))
 
 
 async def _events(context: RequestContext, order: TaskOrder) -> AsyncGenerator[bytes]:
-    """Yields b"" when the request has been accepted, and then the bytes of events. A failing stream ends with an error
+    """Yield b"" when the request has been accepted, then the bytes of events. A stream that fails ends with an error
     event."""
     has_started, writer = False, order.events
     try:
@@ -132,20 +138,15 @@ Handle = Callable[[RequestContext], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Dialect:
-    """A Dialect is one API's way to speak: how its errors look.
-
-    error     (status, message, code, param) -> (status, body) of an error's response
-    truncate  what a request says to have a prompt cut that is too long; empty: nothing does
-    paths     those of its API: what is not served of them is refused in its form
-    """
+    """An API whose paths the server answers, with the form of its errors."""
 
     name: str
-    error: Callable[[int, str, str, str | None], tuple[int, Any]]
-    truncate: str = ""
-    paths: re.Pattern[str] = re.compile("(?!)")
+    error: Callable[[int, str, str, str | None], tuple[int, Any]]  # (status, message, code, param) -> (status, body)
+    truncate: str = ""  # the parameter that truncates long prompts, for error messages; "": the API has none
+    paths: re.Pattern[str] = re.compile("(?!)")  # matches the API's paths; unknown ones get errors in its form
 
     def refuse(self, state: AppState, error: Exception) -> Response:
-        """Returns the response that says what is wrong."""
+        """Return the error response in the form of the API."""
         refusal, message = state.refusal(error)
         message = _CUT.sub(lambda match: match[1] + self.truncate if self.truncate else "", message)
         status, body = self.error(refusal.status, message, refusal.code, refusal.param)
@@ -154,33 +155,26 @@ class Dialect:
 
 @dataclass(frozen=True)
 class Entry:
-    """An Entry is a path of a dialect, and what answers it.
-
-    handle    (context) -> response
-    bodies    the structs of its bodies; if there are any, the body is read before `handle` is called
-    query     the struct of its query
-    admin     whether it is for admins only
-    computes  whether its requests wait for the engine, and are refused if too many do
-    """
+    """A path of a dialect with its handler."""
 
     dialect: Dialect
     method: str
     path: str
     handle: Handle
-    bodies: Sequence[type[Body]] = ()
-    query: type[Body] | None = None
-    admin: bool = False
-    computes: bool = True
+    bodies: Sequence[type[Body]] = ()  # structs of the body; if there are any, the body is read before `handle` runs
+    query: type[Body] | None = None  # struct of the query
+    admin: bool = False  # whether only admins may use it
+    computes: bool = True  # whether its requests wait for the engine, and are refused if too many do
 
     def endpoint(self, state: AppState) -> Callable[[Request], Awaitable[Response]]:
-        """Returns the endpoint that answers with `handle`, and turns exceptions into the dialect's errors."""
+        """Return the endpoint, which turns exceptions of `handle` into the dialect's errors."""
 
         async def answer(request: Request) -> Response:
             try:
                 tenant = state.tenant_of(request.headers)
                 request.scope["tenant"] = tenant.name  # for the access log
                 if self.admin and not tenant.admin:
-                    message, remedy = "this is for admins", "use the key of an admin"
+                    message, remedy = "this path is for admins", "use an admin's API key"
                     raise Refusal(403, message, remedy=remedy, code="forbidden")
                 context = RequestContext(state, request, tenant)
                 if self.bodies:
@@ -189,7 +183,7 @@ class Entry:
             except ClientGone:
                 return Response(status_code=499)
             except Exception as error:
-                # A handle of a path that several dialects share sets the dialect.
+                # On a path that several dialects share, `handle` sets the dialect.
                 dialect: Dialect = request.scope.get("dialect", self.dialect)
                 return dialect.refuse(state, error)
 

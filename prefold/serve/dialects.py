@@ -1,4 +1,4 @@
-"""The dialects of OpenAI, vLLM, Anthropic, Cohere and TEI, whose bodies are in `wire/`."""
+"""The paths of OpenAI, vLLM, Anthropic, Cohere and TEI. Their bodies are defined in `wire/`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _NOT_TOKENIZED = Generating.unsupported | {"stream": (False,), "echo": (False,),
 
 
 class TokenizePrompt(Completion, kw_only=True):
-    """Returns the ids of a prompt's tokens."""
+    """Return the ids of a prompt's tokens."""
 
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -64,7 +64,7 @@ class TokenizePrompt(Completion, kw_only=True):
 
 
 class TokenizeChat(Chat, kw_only=True):
-    """Returns the ids of a conversation's tokens."""
+    """Return the ids of a conversation's tokens."""
 
     add_special_tokens: bool = False
     return_token_strs: bool = False
@@ -73,14 +73,18 @@ class TokenizeChat(Chat, kw_only=True):
 
 
 class Detokenize(Body, kw_only=True):
-    """Returns the text of token ids."""
+    """Return the text of token ids."""
 
     model: Model = None
     tokens: Annotated[Any, doc("Token ids.", **IDS)]
 
 
 def taking(kind: type[Body], **options: Any) -> Handle:
-    """Returns the handle of requests with bodies of one kind. options: arguments of the body's `order`"""
+    """Return the handler of requests whose bodies are of one kind.
+
+    Args:
+        options: arguments of the body's `order`
+    """
 
     async def handle(context: RequestContext) -> Response:
         return await context.answer(kind.of(context.body).order(context.served, **options))  # type: ignore[attr-defined]
@@ -89,20 +93,20 @@ def taking(kind: type[Body], **options: Any) -> Handle:
 
 
 def post(dialect: Dialect, path: str, kind: type[Body], **options: Any) -> Entry:
-    """Returns the entry of a path that takes bodies of one kind."""
+    """Return the entry of a path whose bodies are of one kind."""
     return Entry(dialect, "POST", path, taking(kind, **options), (kind,))
 
 
 async def rerank(context: RequestContext) -> Response:
-    """Answers /rerank: TEI's with `texts`, else vLLM's, Cohere's and Jina's."""
-    if "texts" in context.body:  # only the body says in which dialect to refuse
+    """Rerank texts: TEI's API if the body has `texts`, else the API of vLLM, Cohere and Jina."""
+    if "texts" in context.body:  # the dialect of errors depends on the body
         context.request.scope["dialect"] = TEI
         return await taking(TeiRerank)(context)
     return await taking(Rerank)(context)
 
 
 async def by_body(context: RequestContext) -> Response:
-    """Answers a request to the server's address itself, as its body and the model ask."""
+    """Answer a request to the server's root path by what its body and the model suggest."""
     kind: type[Body] = TeiEmbed
     if "texts" in context.body:
         kind = TeiRerank
@@ -115,8 +119,8 @@ async def by_body(context: RequestContext) -> Response:
 
 
 async def models(context: RequestContext) -> Response:
-    """Answers with the models that are served: the one, its further names, and its adapters. With the header
-    anthropic-version: in Anthropic's form."""
+    """Return the served model under each of its names, and its adapters. With the header anthropic-version, use
+    Anthropic's form."""
     data = entries(context)
     if not is_for_anthropic(context):
         return json_response({"object": "list", "data": data})
@@ -125,7 +129,7 @@ async def models(context: RequestContext) -> Response:
 
 
 async def model(context: RequestContext) -> Response:
-    """Answers with one of the models that are served. With the header anthropic-version: in Anthropic's form."""
+    """Return one of the served models. With the header anthropic-version, use Anthropic's form."""
     is_anthropic = is_for_anthropic(context)
     name = context.request.path_params["name"]
     entry = next((entry for entry in entries(context) if entry["id"] == name), None)
@@ -135,7 +139,7 @@ async def model(context: RequestContext) -> Response:
 
 
 def is_for_anthropic(context: RequestContext) -> bool:
-    """Returns whether a request is made by a client of Anthropic's; its errors are in Anthropic's form then."""
+    """Return whether a client of Anthropic's sent the request. If so, its errors get Anthropic's form."""
     if "anthropic-version" not in context.request.headers:
         return False
     context.request.scope["dialect"] = ANTHROPIC
@@ -143,14 +147,14 @@ def is_for_anthropic(context: RequestContext) -> bool:
 
 
 def model_info(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an entry of the list of models in Anthropic's form."""
+    """Return an entry of the list of models in Anthropic's form."""
     created_at = datetime.fromtimestamp(entry["created"], UTC).isoformat().replace("+00:00", "Z")
     about = {"id": entry["id"], "display_name": entry["id"], "created_at": created_at}
     return {"type": "model", **about, "lifecycle": "active"}
 
 
 def entries(context: RequestContext) -> list[dict[str, Any]]:
-    """Returns an entry of the list of models for each name."""
+    """Return an entry of the list of models for each name."""
     llm, names = context.handler.llm, context.state.names
     head = {"object": "model", "created": int(time.time()), "owned_by": "prefold"}
     return [
@@ -161,7 +165,7 @@ def entries(context: RequestContext) -> list[dict[str, Any]]:
 
 
 async def tokenize(context: RequestContext) -> Response:
-    """Answers /tokenize: TEI's with `inputs`, else vLLM's, the ids of a prompt or of a conversation."""
+    """Tokenise texts: TEI's API if the body has `inputs`, else vLLM's API for a prompt or a conversation."""
     if "inputs" in context.body:
         context.request.scope["dialect"] = TEI
         return await tokenize_inputs(context)
@@ -172,7 +176,7 @@ async def tokenize(context: RequestContext) -> Response:
         prompt, options = valid_text(body.prompt, "prompt"), body.options("generate")
         ids = await context.without_engine(lambda: prompt_ids(llm, prompt, body.add_special_tokens, options))
     elif body.add_special_tokens:
-        message, remedy = "'add_special_tokens' is true", "leave it out, as the chat template has its own"
+        message, remedy = "'add_special_tokens' is true", "leave it out: the chat template adds special tokens"
         raise InputError(message, field="add_special_tokens", remedy=remedy, code="unsupported")
     else:
         (ids,) = await context.tokens(body.ordered(context.served, items, {}))
@@ -182,10 +186,11 @@ async def tokenize(context: RequestContext) -> Response:
 
 
 def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any]) -> list[int]:
-    """Returns the tokens of a prompt. Raises InputError for too many.
+    """Return the tokens of a prompt. Raise InputError for too many.
 
-    special  whether to add the tokenizer's special tokens
-    options  of the task, with a `max_length` from truncate_prompt_tokens: the last tokens stay, and the special ones
+    Args:
+        special: whether to add the tokenizer's special tokens
+        options: of the task. `max_length` (truncate_prompt_tokens) keeps the last tokens and the special ones.
     """
     ids, _ = located(llm, prompt, "prompt")
     around = (llm.tokenizer.prefix_ids.tolist(), llm.tokenizer.suffix_ids.tolist()) if special else ([], [])
@@ -196,27 +201,27 @@ def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any])
 
 
 async def count_input(context: RequestContext) -> Response:
-    """Answers with how many tokens the prompt of a response's input has."""
+    """Return how many tokens the prompt of a response's input has."""
     body = Responses.of(context.body)
     (ids,) = await context.tokens(body.ordered(context.served, *body.read({})))
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 async def detokenize(context: RequestContext) -> Response:
-    """Answers vLLM's /detokenize: the text of token ids."""
+    """Return the text of token ids, as vLLM does."""
     ids, llm = Detokenize.of(context.body).tokens, context.handler.llm
     (text,) = await context.without_engine(lambda: decoded(llm, [ids], "tokens", False))
     return json_response({"prompt": text})
 
 
 async def count_tokens(context: RequestContext) -> Response:
-    """Answers with how many tokens the prompt of a conversation has."""
+    """Return how many tokens the prompt of a conversation has."""
     (ids,) = await context.tokens(CountTokens.of(context.body).order(context.served))
     return json_response({"input_tokens": len(ids)})
 
 
 async def embed_all(context: RequestContext) -> Response:
-    """Answers with the hidden state after the final norm at every token of each text, not scaled."""
+    """Return the hidden state after the final norm at every token of each text, not normalised."""
     most = context.state.options.max_texts
     TeiEmbedAll.of(context.body)
     order = TeiEmbed.of({**context.body, "normalize": False}).order(context.served)
@@ -234,7 +239,7 @@ async def embed_all(context: RequestContext) -> Response:
 
 
 async def tokenize_inputs(context: RequestContext) -> Response:
-    """Answers /tokenize with `inputs`: the tokens of each text, with their place in it."""
+    """Return the tokens of each text of `inputs` with their positions in the text."""
     body, llm = TeiTokenize.of(context.body), context.handler.llm
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     if body.prompt_name is not None:
@@ -244,7 +249,7 @@ async def tokenize_inputs(context: RequestContext) -> Response:
 
 
 def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
-    """Returns the tokens of each text as TEI writes them. Added special tokens have no place in the text. Raises
+    """Return the tokens of each text in TEI's form. Added special tokens have no position in the text. Raise
     InputError."""
     tokenizer, count, lists = llm.tokenizer, 0, []
     is_special = cache(lambda id: tokenizer.decode([id], skip_special=True) == "" != tokenizer.decode([id]))
@@ -264,8 +269,11 @@ def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, 
 
 
 def located(llm: Any, text: Any, field: str, count: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns (the tokens of a text, their places in it), without special tokens. Raises InputError, naming `field`,
-    for a value that is no text, and for too many tokens together with `count` earlier ones."""
+    """Return (the tokens of a text, their positions in it), without special tokens.
+
+    Raise InputError that names `field` for a value that is not a text, and for too many tokens together with `count`
+    earlier ones.
+    """
     tokenizer, room = llm.tokenizer, most_tokens(llm) - count
     if tokenizer.is_longer(valid_text(text, field), room):
         raise too_many_tokens(llm, field)
@@ -276,7 +284,7 @@ def located(llm: Any, text: Any, field: str, count: int = 0) -> tuple[list[int],
 
 
 async def decode(context: RequestContext) -> Response:
-    """Answers /decode: the text of each list of ids."""
+    """Return the text of each list of token ids."""
     body = TeiDecode.of(context.body)
     ids, skip = body.ids, body.skip_special_tokens
     lists = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
@@ -284,8 +292,10 @@ async def decode(context: RequestContext) -> Response:
 
 
 def decoded(llm: Any, lists: list[Any], field: str, skip: bool) -> list[str]:
-    """Returns the texts of lists of token ids. Raises InputError, naming `field`, for other values and for too many
-    ids."""
+    """Return the texts of lists of token ids.
+
+    Raise InputError that names `field` for other values and for too many ids.
+    """
     most = llm.config.vocab_size
     if sum(len(ids) for ids in lists if isinstance(ids, list)) > most_tokens(llm):
         raise too_many_tokens(llm, field)
@@ -298,7 +308,7 @@ def decoded(llm: Any, lists: list[Any], field: str, skip: bool) -> list[str]:
 
 
 async def info(context: RequestContext) -> Response:
-    """Answers with what the server runs, and its limits."""
+    """Return the model's name, dtype and kind, and the server's limits."""
     llm, state = context.handler.llm, context.state
     labels = list(llm.config.labels)
     is_scored = is_reranker(llm.checkpoint, llm.config)
@@ -318,7 +328,7 @@ async def info(context: RequestContext) -> Response:
     })  # fmt: skip
 
 
-# The first entry of a path counts: /v2/rerank is also vLLM's, and its errors are Cohere's.
+# The first entry of a path wins: /v2/rerank is also vLLM's path, but its errors have Cohere's form.
 ENTRIES = [
     post(COHERE, "/v1/embed", CohereEmbed),
     post(COHERE, "/v2/embed", CohereEmbed, default=["float"]),

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's files and batches, over the store and the batches that run."""
+"""The paths of OpenAI's files and batches."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .store import Body as StoredBody
 from .store import Store
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-FORM_BYTES = 1 << 16  # of a form without its file, at most
+FORM_BYTES = 1 << 16  # maximum size of a form without its file
 PURPOSES = ("batch", "vision", "user_data")
 
 
 class Page(Body):
-    """A Page is the query of a list of batches; defaults are OpenAI's."""
+    """The query of a list of batches, with OpenAI's defaults."""
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
@@ -46,14 +46,14 @@ class Page(Body):
 
 
 class PageOfFiles(Page):
-    """A PageOfFiles is the query of a list of files."""
+    """The query of a list of files."""
 
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
     purpose: str | None = None
 
 
 class Expiry(Struct):
-    """An Expiry says when a file is deleted."""
+    """The time of a file's deletion."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=1, le=10**10)]
@@ -63,10 +63,10 @@ _EXPIRY_REMEDY = 'give {"anchor": "created_at", "seconds": 1 or more}'
 
 
 class NewBatch(Body, kw_only=True):
-    """Takes a batch. It is on disk when this has answered."""
+    """Create a batch. The response is sent after the batch is on disk."""
 
-    input_file_id: Annotated[Any, doc("A file that was uploaded for batches.", "string")] = None
-    endpoint: Annotated[Any, doc("The path that all lines are for.", "string", enum=list(ENDPOINTS))] = None
+    input_file_id: Annotated[Any, doc("A file that was uploaded with purpose batch.", "string")] = None
+    endpoint: Annotated[Any, doc("The path of all lines.", "string", enum=list(ENDPOINTS))] = None
     completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,6}[smhd]$")] = "24h"
     metadata: Metadata | None = None
     output_expires_after: Expiry | None = None
@@ -79,11 +79,11 @@ class NewBatch(Body, kw_only=True):
 
 
 def _stores(context: RequestContext) -> tuple[str, Store, Batches]:
-    """Returns (the tenant's name in the store, store, batches). Raises Refusal (404) if the server has no store."""
+    """Return (the tenant's name in the store, store, batches). Raise Refusal (404) if the server has no store."""
     store, batches = context.state.store, context.state.batches
     if store is None or batches is None:
         remedy = "start it with --data-dir FOLDER"
-        raise Refusal(404, "this server keeps no files", remedy=remedy, code="not_found")
+        raise Refusal(404, "this server stores no files", remedy=remedy, code="not_found")
     return context.tenant.name or "", store, batches
 
 
@@ -91,18 +91,18 @@ def _stores(context: RequestContext) -> tuple[str, Store, Batches]:
 
 
 async def upload(context: RequestContext) -> Response:
-    """Takes a file. It is on disk when this has answered."""
+    """Store a file. The response is sent after the file is on disk."""
     owner, store, _ = _stores(context)
     request = context.request
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         remedy = "send multipart/form-data with the fields file and purpose"
-        raise Refusal(400, "the body is no form", remedy=remedy, code="invalid_form")
+        raise Refusal(400, "the body is not a form", remedy=remedy, code="invalid_form")
     try:
         parts = _limited(context, store, owner)
         form = await MultiPartParser(request.headers, parts, max_files=1, max_fields=8).parse()
     except MultiPartException as error:
         raise Refusal(400, f"the form cannot be read: {error.message}", code="invalid_form") from None
-    except (KeyError, ValueError, UnicodeDecodeError) as error:  # such as no boundary, or a charset that is none
+    except (KeyError, ValueError, UnicodeDecodeError) as error:  # such as a missing boundary or an unknown charset
         raise Refusal(400, f"the form cannot be read: {error!r:.100}", code="invalid_form") from None
     async with AsyncExitStack() as ending:
         ending.push_async_callback(form.close)
@@ -122,13 +122,13 @@ async def upload(context: RequestContext) -> Response:
 
 
 def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> StoredBody:
-    """Stores an uploaded file, and returns its object."""
+    """Store an uploaded file, and return its object."""
     id, now = f"file-{new_id()}", int(time.time())
     with store.writing_content(id) as path, path.open("wb") as copy:
         file.file.seek(0)
         shutil.copyfileobj(file.file, copy, 1 << 20)
         size = copy.tell()
-    # A form's charset may make halves of surrogate pairs, which no answer can hold.
+    # A form's charset may produce lone surrogates, which UTF-8 cannot encode.
     name = Path(file.filename or "file.jsonl").name[:255].encode("utf-8", "replace").decode()
     body: StoredBody = {
         "id": id,
@@ -148,8 +148,11 @@ def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, secon
 
 
 async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIterator[bytes]:
-    """Yields the parts of a body. Raises Refusal if it is too large or stalls, or the owner stores too much; ClientGone
-    if the client leaves."""
+    """Yield the parts of a body.
+
+    Raise Refusal if the body is too large or stalls, or if the owner stores too much. Raise ClientGone if the client
+    disconnects.
+    """
     size, options = 0, context.state.options
     most = options.max_file_bytes
     room, receiving = await asyncio.to_thread(store.bytes_left, owner), store.receiving
@@ -163,7 +166,7 @@ async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIt
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                message = f"nothing came for {options.body_seconds:g} seconds"
+                message = f"no data arrived for {options.body_seconds:g} seconds"
                 raise Refusal(408, message, remedy="send it faster", code="timeout", headers=closing) from None
             except ClientDisconnect:
                 raise ClientGone from None
@@ -182,23 +185,23 @@ async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIt
 
 
 async def list_files(context: RequestContext) -> Response:
-    """Answers with a page of the tenant's files."""
+    """Return a page of the tenant's files."""
     return await _page(context, "file", PageOfFiles.of(context.request.query_params))
 
 
 async def retrieve_file(context: RequestContext) -> Response:
-    """Answers with what is known of a file."""
+    """Return the object of a file."""
     return json_response(await _named_object(context, "file"))
 
 
 async def content(context: RequestContext) -> Response:
-    """Answers with a file's content."""
+    """Return a file's content."""
     body = await _named_object(context, "file")
     return FileResponse(_stores(context)[1].path(body["id"]), media_type="application/octet-stream")
 
 
 async def delete_file(context: RequestContext) -> Response:
-    """Forgets a file. One that a batch still reads is kept, with an error."""
+    """Delete a file. If a batch still reads it, return an error and keep it."""
     owner, _, batches = _stores(context)
     body = await _named_object(context, "file")
     if not await asyncio.to_thread(batches.forget_file, owner, body["id"]):
@@ -211,7 +214,7 @@ async def delete_file(context: RequestContext) -> Response:
 
 
 async def create_batch(context: RequestContext) -> Response:
-    """Takes a batch. It is on disk when this has answered."""
+    """Create a batch. The response is sent after the batch is on disk."""
     owner, store, batches = _stores(context)
     body = NewBatch.of(context.body)
     file, endpoint = body.input_file_id, body.endpoint
@@ -241,17 +244,17 @@ async def create_batch(context: RequestContext) -> Response:
 
 
 async def list_batches(context: RequestContext) -> Response:
-    """Answers with a page of the tenant's batches, the newest first."""
+    """Return a page of the tenant's batches, newest first."""
     return await _page(context, "batch", Page.of(context.request.query_params))
 
 
 async def retrieve_batch(context: RequestContext) -> Response:
-    """Answers with how far a batch is."""
+    """Return a batch with its status and counts."""
     return json_response(_stores(context)[2].with_counts(await _named_object(context, "batch")))
 
 
 async def cancel_batch(context: RequestContext) -> Response:
-    """Ends a batch early: what is computed stays, the other lines become errors."""
+    """End a batch early. Answers so far are kept, and the other lines become errors."""
     batches = _stores(context)[2]
     body = await _named_object(context, "batch")
     return json_response(batches.with_counts(await asyncio.to_thread(batches.cancel, body["id"])))
@@ -261,7 +264,7 @@ async def cancel_batch(context: RequestContext) -> Response:
 
 
 async def _named_object(context: RequestContext, kind: str) -> StoredBody:
-    """Returns the object that a path names. Raises Refusal (404) if the tenant has none of this id."""
+    """Return the object that a path names. Raise Refusal (404) if the tenant has no object with this id."""
     owner, store, _ = _stores(context)
     id = context.request.path_params["id"]
     body = await asyncio.to_thread(store.get, kind, owner, id)
@@ -271,7 +274,7 @@ async def _named_object(context: RequestContext, kind: str) -> StoredBody:
 
 
 async def _page(context: RequestContext, kind: str, query: Page) -> Response:
-    """Answers with some of the tenant's objects, as the query asks."""
+    """Return some of the tenant's objects, as the query asks."""
     owner, store, batches = _stores(context)
     newest, after = query.order == "desc", query.after
     ask = partial(store.page, after=after, limit=query.limit, newest=newest, purpose=query.purpose)

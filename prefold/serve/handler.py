@@ -1,8 +1,8 @@
-"""Runs the items of requests through tasks and the engine, and returns the tasks' answers.
+"""The items of requests, through tasks and the engine, to the tasks' answers.
 
-Requests are tokenised and responses made in a pool of threads, in which tenants take turns; the engine's thread
-computes. The event loop waits, and does only short work itself (see `limits.py`). The number of waiting requests is
-bounded (see `limits.py`).
+Requests are tokenised and responses are made in thread pools in which tenants take turns. The engine's thread computes.
+The event loop waits, and does only short work itself. `limits.py` says what is short, and bounds the number of waiting
+requests.
 """
 
 from __future__ import annotations
@@ -67,16 +67,20 @@ T = TypeVar("T")
 
 
 class RequestHandler:
-    """A RequestHandler stands between the dialects and the engine of one LLM.
+    """The layer between the dialects and the engine of one LLM.
 
-    names        the model's names; the first stands in responses. The name of a local model is the last part of its
-                 path
-    known_names  the names that requests may use: `names`, the model's path, and "dummy", which huggingface_hub sends if
-                 it knows only the server's address
+    Attributes:
+        names: the model's names. Responses have the first. The name of a local model is the last part of its path.
+        known_names: the names that requests may use: `names`, the model's path, and "dummy", which huggingface_hub
+            sends if it knows only the server's address
     """
 
     def __init__(self, llm: Any, options: ServerSpec, metrics: Metrics, keys: Keys, store: Store | None = None):
-        """store: has clients' files, which may be images"""
+        """Create the thread pools, and start to watch the engine.
+
+        Args:
+            store: contains clients' files, which may be images
+        """
         self._store = store
         self.llm, self.options, self._metrics, self._keys = llm, options, metrics, keys
         self.engine: Engine = llm.engine
@@ -85,12 +89,12 @@ class RequestHandler:
         self.step_policy = StepPolicy(self.admission, step_seconds=seconds, batch_share=options.batch_share)
         self.watch, self._serving = StepWatch(), ExitStack()
         self._serving.enter_context(self.engine.watching(self._note_step, policy=self.step_policy))
-        self._has_answered = False  # the first request makes the KV store, which takes long
+        self._has_answered = False  # the first request creates the KV store, which is slow
         most_running = self.engine.facts.options.generation.max_running
         self.backpressure = Backpressure(options, keys, most_running=most_running)
         self._pool = FairQueue(4, "prefold-prepare")
-        # Images take long to decode, one after the other, and chat templates and long grammars of requests are worked
-        # on one at a time. Requests with none of them must not wait for them.
+        # Decoding images, and running chat templates and compiling long grammars of requests, is slow. These pools
+        # keep other requests from waiting behind such work.
         self._pool_of_images = FairQueue(2, "prefold-images")
         self._pool_of_templates = FairQueue(1, "prefold-prepare-template")
         self._pool_of_grammars = FairQueue(1, "prefold-prepare-grammar")
@@ -105,18 +109,20 @@ class RequestHandler:
         self._of_task = {"generate": {name: getattr(options, name) for name in names}, "decide": {}}
         if options.calibration is not None:
             self._of_task["decide"] = {"calibration": Calibration.load(options.calibration)}
-            llm.task("decide", **self._of_task["decide"])  # a calibration of another model is refused at the start
+            llm.task("decide", **self._of_task["decide"])  # raises at the start for a calibration of another model
 
     def _note_step(self, step: StepInfo) -> None:
         self.watch.note(step)
         self._metrics.step_sizes.note(step.rows)
 
     async def answer(self, order: TaskOrder) -> tuple[list[Answer], bool]:
-        """Returns (the task's answer to each item, whether they are quick to write). If prompts are scored too, an
-        answer has the `prompt` of PromptTask. Raises InputError or Refusal."""
+        """Return (the task's answer to each item, whether writing them is short work). Raise InputError or Refusal.
+
+        If the order also scores prompts, each answer has the `prompt` of PromptTask.
+        """
         if order.echo is None:
             return await self._results(order)
-        # A prefix of its own keeps scores from being shared with other requests.
+        # A unique salt prefix keeps the scores from being shared with other requests.
         salt_prefix = order.salt_prefix if order.share else order.salt_prefix + uuid4().hex
         prompts: list[Any] = (await self._results(replace(order, salt_prefix=salt_prefix)))[0]
         if all(prompt.choices for prompt in prompts):
@@ -129,7 +135,7 @@ class RequestHandler:
         async with self._streams_of(order, text=False) as (task, works, replies, known):
             answers: dict[int, Any] = dict.fromkeys(range(len(replies)))
             async with aclosing(events_of(replies)) as events:
-                async for number, answer in events:  # the first that fails ends the others
+                async for number, answer in events:  # the first failure ends all
                     answers[number] = answer
         is_text = task.readout.kind == "tokens"
         if known is not None:
@@ -155,15 +161,17 @@ class RequestHandler:
         if order.task == "rerank":
             cached_tokens = [sum([result.cached_tokens or 0 for result in of_item]) for of_item in results]
             pairs = zip(answers_of_items, cached_tokens, strict=True)
-            # The prompts of a list are read at several rows each, and the answer says how much of them was cached.
+            # A listwise prompt is read at several rows, and its answer already counts the cached tokens.
             answers_of_items = [
                 answer if task.is_listwise else replace(answer, cached_tokens=count) for answer, count in pairs
             ]
         return answers_of_items, is_short
 
     async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:
-        """Yields b"" when the order has been accepted, by when errors of the request are raised, and then the events of
-        its response as they come."""
+        """Yield b"" when the order has been accepted, then the events of its response as they are made.
+
+        Errors of the request are raised before the b"".
+        """
         writer = order.events
         async with self._streams_of(order, text=True) as (task, works, replies, _):
 
@@ -191,21 +199,25 @@ class RequestHandler:
         yield event_bytes(writer, writer.last())
 
     async def requests(self, order: TaskOrder) -> list[Request]:
-        """Returns the engine's requests for an order, without running them. Raises InputError or Refusal."""
+        """Return the engine's requests for an order without running them. Raise InputError or Refusal."""
         with self.backpressure.preparing(order.num_bytes, order.owner, computes=False):
             _, works = await self._prepare_in_pool(replace(order, computes=False))
         return [request for work in works for request in work.requests]
 
     async def without_engine(self, owner: Owner, num_bytes: int, function: Callable[[], T]) -> T:
-        """Returns function(), which needs no engine. It runs in the pool of threads, unless the body is short. Raises
-        Refusal if too many requests wait."""
+        """Return function(), which needs no engine. It runs in a thread pool unless the body is short.
+
+        Raise Refusal if too many requests wait.
+        """
         with self.backpressure.preparing(num_bytes, owner, computes=False):
             return function() if num_bytes <= SHORT_BYTES else await self.in_pool(owner, function)
 
     def task(self, order: TaskOrder) -> BoundedTask:
-        """Returns the task of an order, within the server's limits and the order's prefix of salts. Its requests can
-        read no file of this machine but the tenant's uploads, and their images have the prefix too. For a model without
-        logits a conversation can be tokenised, but not continued."""
+        """Return the task of an order, within the server's limits and the order's salt prefix.
+
+        Its requests can read no files of this machine except the tenant's uploads. Their images have the salt prefix
+        too. If the model has no logits, conversations can be tokenised but not continued.
+        """
         options = {**self._of_task.get(order.task, {}), **order.options}
         if order.task == "generate" and not order.computes and not self.llm.config.lm_head:
             inputs = inputs_of(self.llm.config, self.llm.tokenizer, options.pop("max_length", None))
@@ -227,7 +239,7 @@ class RequestHandler:
         return BoundedTask(task, self.options, order.salt_prefix)
 
     def public(self, text: str) -> str:
-        """Returns a text for clients, with the model's name in place of its path on this machine."""
+        """Return a text for clients: the model's name replaces its path on this machine."""
         for path, name in self._paths.items():
             text = text.replace(path, name)
         return text
@@ -236,11 +248,11 @@ class RequestHandler:
         task = self.task(order)
         works: list[Work] = [result_or_raise(work) for work in task.prepare(order.items)]
         if not any(work.requests for work in works):  # the engine would never answer
-            raise InputError("the request holds no text", remedy="give at least one", code="empty")
+            raise InputError("the request has no text", remedy="give at least one", code="empty")
         return task, works
 
     async def _prepare_in_pool(self, order: TaskOrder) -> tuple[Any, list[Work]]:
-        """Returns the result of `_prepare`, called in a pool of threads when it is the tenant's turn."""
+        """Return the result of `_prepare`, called in a thread pool when it is the tenant's turn."""
         pool = self._pool
         if self.llm.images is not None and any(map(has_images, order.items)):
             pool = self._pool_of_images
@@ -254,14 +266,16 @@ class RequestHandler:
     async def _streams_of(
         self, order: TaskOrder, *, text: bool
     ) -> AsyncIterator[tuple[Any, list[Work], list[ResponseStream], KnownAnswers | None]]:
-        """Give (task, a Work of each item, replies, known answers) of an order that the engine works for within the
-        context, and count it if the context ends well. There is a reply for each text to generate, which a known answer
-        is put into, or one for all numbers that are not known."""
+        """Yield (task, a Work per item, replies, known answers) while the engine works for an order.
+
+        There is one reply per text to generate, or one for all read-out values that are not known. A known answer is
+        put into its reply. If the context ends without an exception, the order is counted as answered.
+        """
         started_at, loop = time.perf_counter(), asyncio.get_running_loop()
         makes_text = order.task == "generate" and order.echo is None
-        samples = num_samples(order.items) if makes_text else 1  # numbers are read together
+        samples = num_samples(order.items) if makes_text else 1  # read-out values are one request
         with self.backpressure.preparing(order.num_bytes, order.owner, samples=samples) as preparation:
-            # Soon ready is what makes requests soon, fetches no images, and needs no store that is still to be made.
+            # Short work makes requests quickly, fetches no images, and needs a KV store that exists already.
             is_short = self._has_answered and self.llm.images is None
             is_short = is_short and are_soon_ready(order.items, order.num_bytes)
             task, works = self._prepare(order) if is_short else await self._prepare_in_pool(order)
@@ -284,7 +298,7 @@ class RequestHandler:
                     for reply, (_, answer) in zip(replies, groups, strict=True):
                         if answer is not None:
                             reply.put([answer])
-                    # Numbers that are not to be shared are in a namespace of their own, in which they share rows.
+                    # Unshared read-out values have a namespace of their own, in which they share rows.
                     options = {"text": text, "share": None if order.share or not is_text else False}
                     begin = partial(self._submit, [group for group, _ in groups], task.readout, replies, **options)
                     begin() if is_short else await self.in_pool(order.owner, begin)
@@ -316,20 +330,20 @@ class RequestHandler:
                 self.engine.submit(requests, readout, reply, self.llm.tokenizer, **options)
 
     async def in_pool(self, owner: Owner, function: Any, *arguments: Any) -> Any:
-        """Returns what a function returns, called in the pool of threads, when it is its owner's turn."""
+        """Return function(*arguments), called in the thread pool when it is the owner's turn."""
         return await asyncio.wrap_future(self._pool.submit(owner.tenant, function, *arguments))
 
     def give_up(self, error: Exception) -> None:
-        """Answers all that runs with an error."""
+        """Answer all running requests with an error."""
         for reply in list(self.backpressure.replies):
             reply.put([error])
 
     def read_shares(self) -> None:
-        """Takes over what the file of keys says now, before the next step."""
+        """Apply the shares of the file of keys before the next step."""
         self.step_policy.has_new_shares = True
 
     def close(self) -> None:
-        """Ends what runs, without an answer."""
+        """End the running requests without an answer, and the threads."""
         for reply in list(self.backpressure.replies):
             self.engine.cancel(reply)
         self._serving.close()
@@ -338,7 +352,7 @@ class RequestHandler:
 
 
 def fingerprint(llm: Any) -> str:
-    """Returns a text that changes whenever answers may change: a digest of the version, the model and the settings."""
+    """Return a text that changes whenever answers may change: a digest of the version, the model and the settings."""
     generation = llm.engine.facts.options.generation
     shifted = getattr(generation.cache, "shifted", None)
     settings = [str(llm.device).partition(":")[0], llm.engine.facts.sharing, generation.looped.exits, shifted]
@@ -349,8 +363,7 @@ def fingerprint(llm: Any) -> str:
 
 
 class BoundedTask:
-    """A BoundedTask is a task whose requests share rows only under one prefix of salts, and whose items are checked
-    against the server's limits."""
+    """A task whose requests share rows only under one salt prefix. It checks items against the server's limits."""
 
     def __init__(self, task: Any, options: ServerSpec, salt_prefix: str):
         self._task, self._options, self._salt_prefix = task, options, salt_prefix
@@ -359,7 +372,7 @@ class BoundedTask:
         return getattr(self._task, name)
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        """Returns the task's Work for each item, or its InputError."""
+        """Return the task's Work for each item, or the item's InputError."""
         items = list(items)
         errors = [attempt(check_item, item, self._options, self._task.inputs.tokenizer) for item in items]
         prepared = iter(self._task.prepare([item for item, error in zip(items, errors, strict=True) if error is None]))
@@ -373,7 +386,7 @@ class BoundedTask:
 
 
 def event_bytes(writer: Events, events: Iterable[dict[str, Any]]) -> bytes:
-    """Returns the bytes of server-sent events, named by their "type" if the API names events."""
+    """Return the bytes of server-sent events, named by their "type" if the API names events."""
     prefix = b"event: %b\n" if writer.is_named else b""
     return b"".join(
         (prefix % event["type"].encode() if prefix else b"") + b"data: %b\n\n" % json_of(event) for event in events
@@ -381,17 +394,18 @@ def event_bytes(writer: Events, events: Iterable[dict[str, Any]]) -> bytes:
 
 
 def result_or_raise(value: Any) -> Any:
-    """Returns a value, or raises it if it is an InputError."""
+    """Return a value, or raise it if it is an InputError."""
     if isinstance(value, InputError):
         raise value
     return value
 
 
 class PromptTask:
-    """A PromptTask computes the log-probabilities of the tokens of prompts that a GenerateTask would continue.
+    """A task that computes the log-probabilities of the prompt's own tokens, for prompts that a GenerateTask would
+    continue.
 
-    The answer is a Generation with `prompt`: an entry for each token, whose "logprob" is None in the first. It has a
-    choice if no token is to be generated, or only the most likely one, which is known as well.
+    The answer is a Generation with `prompt`: an entry for each token. The "logprob" of the first token is None. The
+    answer has a choice if no token is to be generated, or if only the most likely token is, which is known as well.
     """
 
     name = "generate"
@@ -403,7 +417,7 @@ class PromptTask:
         self.readout = Readout("logprobs", top=echo.top)
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        """Returns a Work for each item, or its InputError."""
+        """Return a Work for each item, or the item's InputError."""
         works = self._inner.prepare(items)
         return [work if isinstance(work, InputError) else attempt(self._score, work) for work in works]
 
@@ -414,13 +428,13 @@ class PromptTask:
             message, remedy = "the prompt has images, whose rows have no probabilities", "leave it out"
             raise InputError(message, field="prompt_logprobs", remedy=remedy, code="unsupported")
         self.readout = replace(self.readout, exits=request.sampling.exits)  # all items have the same
-        # Every row is read: the last one for the most likely next token, with any target.
+        # Every row is read. The last row's read-out only serves for the most likely next token, so any target will do.
         targets = np.concatenate((request.tokens[1:], request.tokens[:1]))
         note = {"note": work.note, "request": request}
         return Work([replace(request, targets=targets, sampling=None)], note)
 
     def finish(self, note: Any, results: Sequence[Result]) -> Generation:
-        """Returns the answer to an item."""
+        """Return the answer to an item."""
         (result,), request = results, note["request"]
         names, values = self._inner.token_logprobs, result.values.tolist()
         rows = [TokenLogprobs(row[0], _top(row)) for row in values]
@@ -437,7 +451,11 @@ class PromptTask:
         return replace(self._inner.finish(note["note"], [[generated]]), prompt=prompt)
 
     def _generation(self, request: Request, last: TokenLogprobs) -> Generated | None:
-        """Returns the generated output; None if it has to be computed. last: the log-probabilities after the prompt"""
+        """Return the generated output; None if it must be computed.
+
+        Args:
+            last: the log-probabilities after the prompt
+        """
         sampling = request.sampling
         assert sampling is not None
         tokenizer = self.inputs.tokenizer
@@ -453,6 +471,6 @@ class PromptTask:
 
 
 def _top(row: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """Returns the most likely (id, log-probability) pairs of a row that was read with `Readout.top`."""
+    """Return the most likely (id, log-probability) pairs of a row that was read with `Readout.top`."""
     count = len(row) // 2 - 1
     return tuple((int(id), value) for value, id in zip(row[2 : 2 + count], row[2 + count :], strict=True))

@@ -1,4 +1,4 @@
-"""HTTP for all dialects: refusals, clients that leave, bodies within limits, JSON and events, foreign pages."""
+"""HTTP for all dialects: error responses, disconnects, bodies within limits, JSON and events, allowed hosts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ T = TypeVar("T")
 
 
 class Refusal(Exception):
-    """A Refusal is an error response.
+    """An error response.
 
-    status, headers  of the response
-    param, remedy    the wrong field of the request, and how to correct it
-    code             a short stable word for machines
+    Attributes:
+        param: the wrong field of the request
+        code: a short stable word for programs
+        headers: additional headers of the response
+
+    The message ends with `remedy`, which says how to correct the request.
     """
 
     def __init__(
@@ -61,11 +64,11 @@ json_of = msgspec.json.Encoder(enc_hook=_plain).encode
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns the response that holds a body as JSON; NumPy arrays in it are lists."""
+    """Return a response with a body as JSON. NumPy arrays become lists."""
     return Response(json_of(body), status, headers, "application/json")
 
 
-# -------------------------------------------------------------------------------------------- clients that leave
+# --------------------------------------------------------------------------------------- clients that disconnect
 
 
 async def _disconnected(request: Request) -> None:
@@ -74,8 +77,10 @@ async def _disconnected(request: Request) -> None:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Returns the result of `work`; if the client leaves earlier, cancels it and raises ClientGone. The body must have
-    been read."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone.
+
+    The request's body must have been read.
+    """
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -94,12 +99,13 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """An EventStream sends events as they are made, each of them the bytes of one server-sent event.
+    """A response that sends server-sent events as they are made. Each item of `events` is the bytes of one event.
 
-    The events end when the client leaves, or reads too slowly (see `run.py`). After `ping_seconds` without an
-    event a comment is sent, so that proxies keep the connection.
+    The stream ends early if the client disconnects or reads too slowly (see `run.py`). After `ping_seconds` without an
+    event it sends a comment, so that proxies keep the connection open.
 
-    on_disconnect  is called when the client has left, or reads no more
+    Args:
+        on_disconnect: called when the stream ends early
     """
 
     def __init__(
@@ -121,7 +127,7 @@ class EventStream(Response):
             self._on_disconnect()
 
     async def _write(self, send: Any) -> None:
-        # There is an event for each token of each text, so it must cost no task and no timer.
+        # There is an event for each token of each text, so an event must not start a task or a timer.
         loop, every = asyncio.get_running_loop(), self._options.ping_seconds
         last = loop.time()
 
@@ -155,15 +161,18 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Bodies:
-    """A Bodies reads bodies, and bounds the bytes of those that are being received, which are in memory."""
+    """A reader of request bodies. It bounds the bytes of all bodies in memory that are being received."""
 
     def __init__(self, options: ServerSpec):
         self._options = options
-        self._sizes: Counter[str | None] = Counter()  # bytes by tenant
+        self._sizes: Counter[str | None] = Counter()  # {tenant: bytes being received}
         self.num_bytes = 0
 
     async def json(self, request: Request, tenant: Tenant) -> tuple[dict[str, Any], int]:
-        """Returns the object in a request's body, and the body's bytes. Raises Refusal, ClientGone."""
+        """Return (the JSON object in a request's body, the size of the body in bytes).
+
+        Raise Refusal for an invalid body and ClientGone if the client disconnects.
+        """
         body = await self.read(request, tenant)
         try:
             value = _decode(body)
@@ -176,8 +185,11 @@ class Bodies:
         return value, len(body)
 
     async def read(self, request: Request, tenant: Tenant) -> bytes:
-        """Returns the body of a request. Raises Refusal if it is too large (413) or too slow (408), or too much is
-        being received (429); ClientGone if the client leaves."""
+        """Return the body of a request.
+
+        Raise Refusal if the body is too large (413) or too slow (408), or if too many bytes are being received (429).
+        Raise ClientGone if the client disconnects.
+        """
         options = self._options
         too_large = Refusal(
             413,
@@ -204,7 +216,7 @@ class Bodies:
                     self.num_bytes, self._sizes[tenant.name] = totals
                     parts.append(part)
         except TimeoutError:
-            message = f"the body did not come within {options.body_seconds:g} seconds"
+            message = f"the body did not arrive within {options.body_seconds:g} seconds"
             raise Refusal(408, message, remedy="send it faster", code="timeout", headers=_CLOSING) from None
         except ClientDisconnect:
             raise ClientGone from None
@@ -219,16 +231,16 @@ class Bodies:
 
 # ------------------------------------------------------------------------------------------------- foreign pages
 #
-# A page of any site may send requests to this machine, and if the name of its own server is made to resolve to this
-# address (DNS rebinding), it may read the answers too. Browsers identify such a page: by the name that the request is
-# sent to (Host), and by the site that the page is from (Origin).
+# A page of any site can send requests to this machine. If the site's name is made to resolve to this address (DNS
+# rebinding), the page can read the answers too. Browsers reveal such a page by two headers: Host is the name that the
+# request is sent to, and Origin is the site of the page.
 
 
 class Hosts:
-    """A Hosts is the allowlist of host names: requests may be sent to them, and come from their pages.
+    """The allowlist of host names: names that requests may be sent to, and sites whose pages may send requests.
 
-    A server that is open to other machines without keys is reached by names that it does not know: of a container, of a
-    proxy, of a domain. It accepts any name, unless some are allowed explicitly.
+    A server without keys on an address that other machines reach accepts any name, unless `allowed_hosts` lists some.
+    Containers, proxies and domains reach the server by names that it cannot know.
     """
 
     def __init__(self, options: ServerSpec):
@@ -237,8 +249,11 @@ class Hosts:
         self._is_any_name_right = not (options.is_local or options.allowed_hosts)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises Refusal (403) for a request to another name, or from a page of another site. headers: (name, value) of
-        each, with names in lower case"""
+        """Raise Refusal (403) for a request to an unknown name or from a page of another site.
+
+        Args:
+            headers: (name in lower case, value) of each header
+        """
         host = origin = None
         for name, value in headers:
             if name == b"host" and host is None:
@@ -247,25 +262,25 @@ class Hosts:
                 origin = value.decode("latin-1").lower()
         # A name can be made to resolve to this address; an address cannot.
         if host and not self._is_any_name_right and not (name_of(host) in self._names or is_address(name_of(host))):
-            remedy = "ask by its address, or start it with --allowed-host and this name"
+            remedy = "use its IP address, or start it with --allowed-host and this name"
             raise Refusal(403, f"this server is not {host!r:.100}", remedy=remedy, code="unknown_host")
         if origin is not None:
             site = origin.partition("://")[2]
-            name_of_site = name_of(site)  # "" of a file, or where any page hides its own: then it cannot be allowed
+            name_of_site = name_of(site)  # "" for a local file or a page that hides its site: never allowed
             if not name_of_site or (site != host and name_of_site not in self._names):
-                message = f"pages of {origin!r:.100} may not ask this server"
+                message = f"pages of {origin!r:.100} may not send requests to this server"
                 allow = "start it with --allowed-host and the name of their host"
                 remedy = allow if name_of_site else "open the page from a host, as http://HOST, not as a file"
                 raise Refusal(403, message, remedy=remedy, code="foreign_origin")
 
 
 def plain(name: str) -> str:
-    """Returns a host name in lower case, without a final dot, for comparisons."""
+    """Return a host name in the form for comparisons: lower case, without a final dot."""
     return name.lower().removesuffix(".")
 
 
 def name_of(host: str) -> str:
-    """Returns the name or address in a host, which may have a port, in the form of `plain`; "" if it is invalid."""
+    """Return the name or address of a host that may have a port, in the form of `plain`; "" if it is invalid."""
     try:
         return plain(urlsplit(f"//{host}").hostname or "")
     except ValueError:
@@ -273,7 +288,6 @@ def name_of(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Returns whether a host is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Kept answers of a server's requests: looked up before the engine has the requests, and kept when they come.
+"""Stored answers for a server's requests: found before the engine gets the requests, and stored when they arrive.
 
-A request's namespace has the prefix of its tenant, so that no tenant gets an answer of another one.
+A request's namespace includes its tenant's salt prefix, so a tenant never gets an answer of another tenant.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ..tasks.run import as_known, same_prompt, tokens_of
 
 
 class KnownAnswers:
-    """A KnownAnswers has the known answers to some requests.
+    """The stored answers to some requests.
 
-    answers  the answer to each request; None: it has to be run
+    Attributes:
+        answers: the answer to each request; None: the request must be run
     """
 
     def __init__(self, kept: KeptAnswers, readout: Readout, requests: Sequence[Request], engine: Engine):
@@ -36,16 +37,24 @@ class KnownAnswers:
 
     @property
     def unknown(self) -> list[Request]:
-        """Return the requests that have to be run."""
+        """Return the requests that must be run."""
         return [one.request for one in self._keyed if one.answer is None]
 
     def merged(self, answers: Sequence[Answer]) -> list[Answer]:
-        """Return the answers to all requests. answers: to the unknown ones"""
+        """Return the answers to all requests.
+
+        Args:
+            answers: the answers to the unknown requests, in order
+        """
         computed = iter(answers)
         return [next(computed) if answer is None else answer for answer in self.answers]
 
     def keep(self, answers: Sequence[Answer]) -> None:
-        """Keep the answers to the unknown requests, out of the answers to all requests."""
+        """Store the answers to the unknown requests.
+
+        Args:
+            answers: the answers to all requests
+        """
         for one, answer in zip(self._keyed, answers, strict=True):
             if one.answer is None:
                 self._reads.keep(one.key, answer)
@@ -54,8 +63,10 @@ class KnownAnswers:
 def groups_of(
     works: Sequence[Work], known: KnownAnswers | None, *, is_text: bool
 ) -> list[tuple[Sequence[Request], Answer | Sequence[Answer] | None]]:
-    """Return (the requests to run, the answer if there are none) for each reply: one for each text, or one for all
-    numbers."""
+    """Return (the requests to run, the known answer if there are none to run) for each reply.
+
+    There is one reply per text, or a single reply for all read-out values.
+    """
     if not is_text:
         unknown = list(chain.from_iterable(work.requests for work in works)) if known is None else known.unknown
         return [(unknown, None if unknown else [])]

@@ -1,7 +1,7 @@
-"""Limits of a server: on what an item may bring, and on the requests that wait.
+"""Limits of a server: on the items of requests, and on the requests that wait.
 
-An item of a request or batch line may not bring programs, grammars that take long to compile, or more work than
-a step has time for. A request beyond a limit on waiting requests is refused, with a time after which to send it again.
+An item of a request or batch line must not contain programs, grammars that are slow to compile, or more work than one
+step can do. If too many requests wait, a new one is refused with a time after which to retry.
 """
 
 from __future__ import annotations
@@ -26,16 +26,24 @@ from ..text.media import chat_of
 from .http import Refusal, json_of
 from .keys import Keys
 
-# Those of a request for nothing but tokens, or their text, where the model takes no more of them in one prompt.
+# Tokens of a request to tokenise or detokenise, unless the model's context is longer.
 MOST_TOKENS = 1 << 18
-# Of the texts that end an output: they are looked for at each of its tokens, by the thread that makes the steps.
+# Number and total letters of stop texts. The engine's thread searches for them at each generated token.
 MOST_STOPS, MOST_STOP_LETTERS = 64, 1024
 
 
 def check_item(item: Any, options: ServerSpec, tokenizer: Tokenizer | None) -> None:
-    """Raises InputError for an item that clients may not send: with too many or too long stop texts; with a schema,
-    expression or grammar that might take much time and memory to compile; with a chat template that is not the
-    checkpoint's own. tokenizer: of the served model"""
+    """Raise InputError for an item that clients may not send.
+
+    These items are refused:
+
+    - too many or too long stop texts
+    - a grammar that might need much time and memory to compile
+    - a chat template that is not one of the checkpoint's own, unless --allow-chat-template is set
+
+    Args:
+        tokenizer: of the served model
+    """
     if not isinstance(item, Mapping):
         return
     sampling = item.get("sampling") or {}
@@ -61,7 +69,7 @@ def check_item(item: Any, options: ServerSpec, tokenizer: Tokenizer | None) -> N
 
 
 def check_texts(body: Mapping[str, Any], most: int) -> None:
-    """Raises InputError for a request with more than `most` texts."""
+    """Raise InputError for a request with more than `most` texts."""
     for name, value in body.items():
         value = value.get("sentences") if name == "inputs" and isinstance(value, dict) else value
         if isinstance(value, list) and len(value) > most and not all(isinstance(part, int) for part in value):
@@ -70,31 +78,34 @@ def check_texts(body: Mapping[str, Any], most: int) -> None:
 
 
 def check_samples(items: Sequence[Any], most: int) -> None:
-    """Raises InputError if more than `most` texts are to be generated for the items of a request."""
+    """Raise InputError if the items of a request ask for more than `most` generated texts."""
     if (count := num_samples(items)) > most:
-        message, remedy = f"{count} texts are to be generated, n for each prompt", f"ask for at most {most} at once"
+        message, remedy = f"the request asks for {count} texts, n for each prompt", f"ask for at most {most} at once"
         raise InputError(message, field="n", remedy=remedy, code="too_many")
 
 
 def most_tokens(llm: Any) -> int:
-    """Returns how many tokens a request to tokenise or detokenise may have."""
+    """Return the maximum number of tokens of a request to tokenise or detokenise."""
     return max(MOST_TOKENS, llm.config.max_positions)
 
 
 def too_many_tokens(llm: Any, field: str) -> InputError:
-    """Returns the error of a request with more than `most_tokens` tokens."""
+    """Return the error of a request with more than `most_tokens` tokens."""
     message, remedy = f"{field!r} holds more than {most_tokens(llm)} tokens", "send it in several requests"
     return InputError(message, field=field, remedy=remedy, code="too_many")
 
 
-# Up to so many bytes of a body, texts to generate, and results and tokens of an answer, work is short.
+# Work is short up to this many bytes of a body, texts to generate, results of an answer, and tokens of an answer.
 SHORT_BYTES, SHORT_SAMPLES, SHORT_RESULTS, SHORT_TOKENS = 4096, 16, 16, 1024
-TOKENS_A_LOGPROB = 16  # a token with its log-probabilities takes as long as so many tokens without
+TOKENS_A_LOGPROB = 16  # a token with log-probabilities needs as much time as this many tokens without
 
 
 def are_soon_ready(items: Sequence[Any], num_bytes: int) -> bool:
-    """Returns whether making requests from items is short work: their body is short, few texts are to be generated, no
-    grammar has to be compiled, and no item has a chat template, a program that may use up its time limit."""
+    """Return whether it is short work to make requests from items.
+
+    The work is short if the body is short, few texts are to be generated, no grammar must be compiled, and no item has
+    a chat template. A template is a program that may use up its time limit.
+    """
     if num_bytes > SHORT_BYTES or num_samples(items) > SHORT_SAMPLES:
         return False
     objects = [item for item in items if isinstance(item, Mapping)]
@@ -102,24 +113,27 @@ def are_soon_ready(items: Sequence[Any], num_bytes: int) -> bool:
 
 
 def num_samples(items: Sequence[Any]) -> int:
-    """Returns how many texts are generated for items. An invalid item, or one of another task, counts once."""
+    """Return how many texts are to be generated for items. An invalid item, or an item of another task, counts once."""
     counts = ((item.get("sampling") or {}).get("n") if isinstance(item, Mapping) else 1 for item in items)
     return sum(n if isinstance(n, int) and n > 1 else 1 for n in counts)
 
 
 def has_images(item: Any) -> bool:
-    """Returns whether images have to be decoded for an item, which may take long."""
+    """Return whether an item may have images. Decoding them may be slow."""
     return isinstance(item, Mapping) and (bool(item.get("images")) or chat_of(item.get("messages")) is not None)
 
 
 def has_template(item: Any) -> bool:
-    """Returns whether an item has or names a chat template."""
+    """Return whether an item names or contains a chat template."""
     return isinstance(item, Mapping) and item.get("chat_template") is not None
 
 
 def are_short(results: Iterable[Sequence[Any]]) -> bool:
-    """Returns whether making and writing answers from the engine's results is short work. A result is a Result or a
-    list of Generated."""
+    """Return whether it is short work to make and write answers from the engine's results.
+
+    Args:
+        results: each result is a Result or a list of Generated
+    """
     answers = [result for group in results for result in group]
     texts = [text for result in answers if isinstance(result, list) for text in result]
     return len(answers) <= SHORT_RESULTS and sum(map(_length, texts)) <= SHORT_TOKENS
@@ -130,7 +144,7 @@ def _length(text: Generated) -> int:
 
 
 def has_slow_grammar(item: Any) -> bool:
-    """Return whether a grammar may take long to compile for an item."""
+    """Return whether an item's grammar may be slow to compile."""
     grammar = (item.get("sampling") or {}).get("grammar") if isinstance(item, Mapping) else None
     parts = grammar.items() if isinstance(grammar, Mapping) else ()
     return not all(
@@ -138,18 +152,20 @@ def has_slow_grammar(item: Any) -> bool:
     )
 
 
-BYTES_A_TOKEN = 4  # of a request's body, for an estimate before it is tokenised
-# Answers by which the rate is measured, and the largest Retry-After, in seconds.
+BYTES_A_TOKEN = 4  # estimates the tokens of a body before it is tokenised
+# How many of the last answers determine the rate, and the largest Retry-After in seconds.
 MEASURED, LONGEST_WAIT = 128, 120
 
 
 class Backpressure:
-    """A Backpressure counts the requests that are being prepared, that wait for the engine, and that are being
-    computed. A text to generate counts once for each sample, a request for embeddings or scores once. A request for
-    which the engine has a free sequence is about to run, and does not count as waiting.
+    """The requests that are being prepared, wait for the engine, or are being computed, and the limits on them.
 
-    replies       the handles without an answer, in the order in which they came
-    most_running  how many sequences the engine runs at once
+    A request for text counts once for each sample. A request for embeddings or scores counts once. A request for which
+    the engine has a free sequence is about to run, so it does not count as waiting.
+
+    Attributes:
+        replies: the handles without an answer, in order of arrival
+        most_running: how many sequences the engine runs at once
     """
 
     def __init__(
@@ -164,23 +180,23 @@ class Backpressure:
         self.replies: dict[Handle, None] = {}
         self.most_running = most_running
         self._preparing: dict[object, tuple[Owner, int, int]] = {}  # {request: (owner, count, tokens)}
-        # The clock of `_busy` runs only while there are replies, so that pauses do not lower the rate of answers.
+        # `_busy` advances only while there are replies, so pauses do not lower the rate of answers.
         self._busy_before, self._busy_since = 0.0, 0.0
         self._last_replies: deque[tuple[float, int, int]] = deque(maxlen=MEASURED)  # (time of `_busy`, replies, tokens)
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Returns how many requests wait to be computed, and the tokens of their prompts."""
+        """Return the number of requests that wait to be computed, and the number of tokens of their prompts."""
         waiting = self._waiting()
         return sum(count for _, count, _ in waiting), sum(tokens for _, _, tokens in waiting)
 
     @property
     def running(self) -> int:
-        """Returns how many requests are being computed, or are about to be."""
+        """Return the number of requests that are being computed or about to be."""
         return len(self.replies) + len(self._preparing) - len(self._waiting())
 
     def _waiting(self) -> list[tuple[Owner, int, int]]:
-        """Returns (owner, count, tokens) of each request that waits."""
+        """Return (owner, count, tokens) of each request that waits."""
         entries = [(reply.owner, reply.samples, reply.tokens) for reply in self.replies if reply.begun_at is None]
         entries += self._preparing.values()
         running = Counter[str | None]()
@@ -202,14 +218,15 @@ class Backpressure:
         return waiting
 
     def check(self, owner: Owner, samples: int = 1, *, computes: bool = True) -> None:
-        """Raises Refusal (429) if too many requests wait for another one of this owner.
+        """Raise Refusal (429) if too many requests wait for another request of this owner.
 
-        If there are several tenants, the requests of one may be half of those that wait; a tenant's fair part of the
-        limit is always free for it. Requests of batches do not count against interactive ones. A request that alone is
-        larger than a limit counts as the limit, and is accepted when no others wait.
+        With several tenants, one tenant may have at most half of the waiting requests, and its fair part of the limit
+        is always free for it. Requests of batches do not count against interactive ones. A request that exceeds a limit
+        by itself counts as the limit, and is accepted when no others wait.
 
-        samples   as how many requests it counts
-        computes  whether it will wait for the engine; if not, only requests that are being prepared count
+        Args:
+            samples: as how many requests it counts
+            computes: whether it will wait for the engine. If not, only requests that are being prepared count.
         """
         waiting = self._waiting() if computes else list(self._preparing.values())
         if not waiting:
@@ -227,14 +244,19 @@ class Backpressure:
             size = min(more, part)
             is_fair = own_count + size <= min(part, most // tenants)
             if own_most is not None and own_count + min(more, own_most) > own_most:
-                self._refuse(own_entries, f"{own_count} {unit} of yours are waiting, and {own_most} may", more)
+                self._refuse(own_entries, f"{own_count} of your {unit} are waiting, at most {own_most} may", more)
             if not is_fair and count + size > most:
-                self._refuse(ahead, f"{count} {unit} are waiting, and {most} may", more)
+                self._refuse(ahead, f"{count} {unit} are waiting, at most {most} may", more)
             if not is_fair and own_count + size > part:
-                self._refuse(own_entries, f"{own_count} {unit} of yours are waiting, and {part} may", more)
+                self._refuse(own_entries, f"{own_count} of your {unit} are waiting, at most {part} may", more)
 
     def _refuse(self, waiting: list[tuple[Owner, int, int]], message: str, more: int) -> None:
-        """Raises Refusal (429). waiting: the requests that count; more: as how many the new request counts"""
+        """Raise Refusal (429).
+
+        Args:
+            waiting: the requests that count
+            more: as how many requests the new request counts
+        """
         message += f"; this request counts as {more}" if more > 1 else ""
         seconds = self.seconds_for(sum(count for _, count, _ in waiting), sum(tokens for _, _, tokens in waiting))
         remedy, headers = "send the request again after the seconds in Retry-After", {"retry-after": str(seconds)}
@@ -244,8 +266,13 @@ class Backpressure:
     def preparing(
         self, num_bytes: int, owner: Owner, *, samples: int = 1, computes: bool = True
     ) -> Iterator[Callable[[], object]]:
-        """Counts a request of so many bytes within the context, or until the function that the context gives is called.
-        Raises Refusal (429) if too many wait (see `check`)."""
+        """Count a request while the context is open, or until the function that the context yields is called.
+
+        Raise Refusal (429) if too many requests wait (see `check`).
+
+        Args:
+            num_bytes: the size of the request's body
+        """
         self.check(owner, samples, computes=computes)
         key = object()
         self._preparing[key] = owner, samples, num_bytes // BYTES_A_TOKEN
@@ -256,7 +283,7 @@ class Backpressure:
 
     @contextmanager
     def computing(self, replies: Iterable[Handle]) -> Iterator[None]:
-        """Counts replies within the context."""
+        """Count replies while the context is open."""
         if not self.replies:
             self._busy_since = self._clock()
         replies = dict.fromkeys(replies)
@@ -274,15 +301,15 @@ class Backpressure:
         return self._busy_before + (self._clock() - self._busy_since if self.replies else 0.0)
 
     def note_answered(self, replies: Iterable[Handle]) -> None:
-        """Records that replies have been answered."""
+        """Record that replies have been answered."""
         counts = [(reply.samples, reply.tokens) for reply in replies]
         self._last_replies.append((self._busy, sum(count for count, _ in counts), sum(tokens for _, tokens in counts)))
 
     def seconds_for(self, requests: int, tokens: int) -> int:
-        """Returns in how many seconds half of so many requests and tokens are done, at the rate of the last answers."""
+        """Return after how many seconds half of this much work is done, at the rate of the last answers."""
         if len(self._last_replies) < 2:
             return 1
-        # The first entry only marks the beginning of the time.
+        # The first entry only marks the start of the measured time.
         (began, *_), *replies = self._last_replies
         seconds = max(1e-3, self._busy - began)
         rates = [sum(entry[i] for entry in replies) / seconds for i in (1, 2)]
@@ -291,16 +318,20 @@ class Backpressure:
 
 
 class FairQueue:
-    """A FairQueue calls functions in a few threads. Tenants take turns, each with its own line of functions."""
+    """A thread pool in which tenants take turns. Each tenant has its own queue of functions."""
 
     def __init__(self, num_threads: int, name: str):
-        """name: the prefix of the threads' names"""
+        """Create the thread pool.
+
+        Args:
+            name: the prefix of the threads' names
+        """
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._lock = threading.Lock()
         self._lines: OrderedDict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
 
     def submit(self, tenant: Hashable, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Returns the Future of a function's result; it is called when it is the tenant's turn."""
+        """Return the Future of a function's result. The function runs when it is the tenant's turn."""
         future: Future[Any] = Future()
         with self._lock:
             self._lines.setdefault(tenant, deque()).append((future, partial(function, *arguments)))
@@ -320,7 +351,7 @@ class FairQueue:
                 future.set_exception(error)
 
     def close(self) -> None:
-        """Cancels the waiting functions, and does not wait for running ones."""
+        """Cancel the waiting functions. Do not wait for running ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             lines = [*self._lines.values()]

@@ -1,5 +1,5 @@
-"""The metrics for Prometheus, with vLLM's names, labels and buckets and prefold's prefix, and the access log, which has
-a line for each request without prompts, answers and keys."""
+"""Metrics for Prometheus, with vLLM's names, labels and buckets and the prefix `prefold:`, and the access log. The
+access log has one line per request, and never contains prompts, answers or keys."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from ..jobs.report.page import merged
 from ..spec.requests import Generated, GenerationStats, shown
 from ..tasks.results import Generation
 
-# vLLM's buckets for the time of a request, for its first token, and between two tokens, in seconds. Buckets below
-# vLLM's lowest are for models that answer sooner.
+# vLLM's buckets in seconds: the time of a request, until its first token, and between two tokens. Some buckets below
+# vLLM's lowest are added for small models.
 _REQUEST = (
     0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680
 )  # fmt: skip
@@ -45,28 +45,28 @@ _FIRST = (
 _BETWEEN = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
 )  # fmt: skip
-# vLLM's buckets for the tokens of a request, and for the tokens of a step.
+# vLLM's buckets: the tokens of a request, and the tokens of a step.
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Why a request ended, as vLLM names it: by its own end, by max_tokens, because its client left, or by an error.
+# vLLM's names for why a request ended: a stop, max_tokens, a client that disconnected, an error.
 _REASONS = ("stop", "length", "abort", "error")
 log = logging.getLogger("prefold.serve")
 
 
-disable_created_metrics()  # series of creation times, which are of no use
+disable_created_metrics()  # nothing reads the series of creation times
 
 
 def hits_of(stats: GenerationStats) -> int:
-    """Returns how many tokens of prompts were computed before they were needed, or for another request's step."""
+    """Return how many prompt tokens were already computed, or shared with another prompt of the same step."""
     return stats.first_admission_hits + stats.in_step_hits + stats.cross_window_hits
 
 
 class Sizes:
-    """A Sizes is a histogram of whole numbers. It costs little to note one, as buckets are made when it is scraped."""
+    """A histogram of whole numbers. Noting one is cheap, because buckets are made when metrics are scraped."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[int], registry: CollectorRegistry):
         self._name, self._text, self._bounds = name, text, bounds
-        self._counts: TallyCounter[int] = TallyCounter()  # how often each number came
+        self._counts: TallyCounter[int] = TallyCounter()  # {number: occurrences}
         registry.register(self)
 
     def note(self, *sizes: int) -> None:
@@ -74,7 +74,7 @@ class Sizes:
         self._counts.update(sizes)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the histogram; prometheus-client calls it."""
+        """Yield the histogram. prometheus-client calls this."""
         counts = sorted(self._counts.copy().items())
         sizes = np.array([size for size, _ in counts], np.int64)
         totals = np.cumsum([0, *(count for _, count in counts)])
@@ -85,9 +85,10 @@ class Sizes:
 
 
 class Metrics:
-    """A Metrics counts requests; the counts of the engine are read when metrics are scraped.
+    """The metrics of a server. The engine's own counts are read when metrics are scraped.
 
-    handler  returns the RequestHandler; None until the model is loaded
+    Args:
+        handler: returns the RequestHandler; None until the model is loaded
     """
 
     def __init__(self, handler: Callable[[], Any]):
@@ -104,42 +105,49 @@ class Metrics:
         def sizes(name: str, text: str, bounds: Sequence[int] = _TOKENS) -> Sizes:
             return Sizes(f"prefold:{name}", text, bounds, self.registry)
 
-        self.requests = counter("http_requests", "Requests, by face, path and status.", "face", "path", "status")
-        self.seconds = histogram("e2e_request_latency", "From a request to its whole answer.")
-        self.first = histogram("time_to_first_token", "From a request to its first token.", _FIRST)
-        self.between = histogram("inter_token_latency", "Between two pieces of a streamed text.", _BETWEEN)
-        self.queue = histogram("request_queue_time", "From a request to its first step.")
-        self.prefill = histogram("request_prefill_time", "From a prompt's first step to its first token or its answer.")
-        self.decode = histogram("request_decode_time", "From the first token of a text to the last.")
-        help_each = "Time between two tokens of a text, on average."
+        self.requests = counter("http_requests", "Requests by API, path and status.", "face", "path", "status")
+        self.seconds = histogram("e2e_request_latency", "Time from a request to its complete answer.")
+        self.first = histogram("time_to_first_token", "Time from a request to its first token.", _FIRST)
+        self.between = histogram("inter_token_latency", "Time between two pieces of a streamed text.", _BETWEEN)
+        self.queue = histogram("request_queue_time", "Time from a request to its first step.")
+        help_prefill = "Time from a prompt's first step to its first token or its answer."
+        self.prefill = histogram("request_prefill_time", help_prefill)
+        self.decode = histogram("request_decode_time", "Time from the first token of a text to the last.")
+        help_each = "Average time between two tokens of a text."
         self.each_token = histogram("request_time_per_output_token", help_each, _BETWEEN)
-        self.success = counter("request_success", "Prompts that were answered, by the reason.", "finished_reason")
+        self.success = counter("request_success", "Prompts that ended, by finish reason.", "finished_reason")
         for reason in _REASONS:
             self.success.labels(reason)
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of answered prompts.")
         self.prompt_sizes = sizes("request_prompt_tokens", "Tokens of a prompt.")
         self.text_sizes = sizes("request_generation_tokens", "Tokens generated for a prompt.")
-        help_longest = "Tokens of the longest of a prompt's texts."
+        help_longest = "Tokens of the longest text generated for a prompt."
         self.longest_sizes = sizes("request_max_num_generation_tokens", help_longest)
         self.step_sizes = sizes("iteration_tokens_total", "Rows of a step.", _STEP_TOKENS)
-        tokens = "Tokens of prompts that were continued, by tenant."
+        tokens = "Prompt tokens of generation requests, by tenant."
         self.prefix_queries = counter("prefix_cache_queries", tokens, "tenant")
-        self.prefix_hits = counter("prefix_cache_hits", "Those of them that were there already, by tenant.", "tenant")
-        help_copied = "Those that were copied from other positions, by tenant."
+        help_hits = "Prompt tokens of generation requests that were cached, by tenant."
+        self.prefix_hits = counter("prefix_cache_hits", help_hits, "tenant")
+        help_copied = "Prompt tokens that were copied from other positions, by tenant."
         self.approximate = counter("approximate_tokens", help_copied, "tenant")
-        self.lag = histogram("event_loop_lag", "By how much the event loop is late.")
-        self.cancelled = counter("requests_cancelled", "Requests whose client left.")
+        self.lag = histogram("event_loop_lag", "Delay of the event loop.")
+        self.cancelled = counter("requests_cancelled", "Requests whose client disconnected.")
         self.registry.register(self)
 
     def answered(self, dialect: str, path: str, response: Any) -> Any:
-        """Counts a request by its response, and returns that."""
+        """Count a request by its response, and return the response."""
         self.requests.labels(dialect, path, response.status_code).inc()
         if response.status_code == 499:
             self.cancelled.inc()
         return response
 
     def continued(self, handle: Handle, samples: Sequence[Generated], answer: Generation) -> None:
-        """Counts a prompt that was continued. samples: its texts; answer: to its item"""
+        """Count a prompt for which texts were generated.
+
+        Args:
+            samples: the texts
+            answer: to the prompt's item
+        """
         tenant, longest = handle.owner.tenant, max(len(sample.tokens) for sample in samples)
         note(completion=answer.num_generated)
         self.prefix_queries.labels(tenant or "").inc(answer.num_tokens)
@@ -158,17 +166,21 @@ class Metrics:
                 self.each_token.observe(seconds / (longest - 1))
 
     def read(self, sizes: Sequence[int]) -> None:
-        """Count prompts with numeric read-outs. sizes: their tokens"""
+        """Count prompts with numeric read-outs.
+
+        Args:
+            sizes: the number of tokens of each prompt
+        """
         self.prompt_tokens.inc(sum(sizes))
         self.prompt_sizes.note(*sizes)
         self.success.labels("stop").inc(len(sizes))
 
     def log(self, error: Exception) -> None:
-        """Writes an error of the server to its log, without anything of the request."""
+        """Write an error of the server to its log, without any content of the request."""
         log.error("a request failed", exc_info=error)
 
     def text(self) -> bytes:
-        """Returns all metrics in Prometheus' text format, labelled with the model and the engine as vLLM's are."""
+        """Return all metrics in Prometheus' text format, with vLLM's labels for model and engine."""
         handler = self._handler()
         labels = {} if handler is None else {"model_name": handler.names[0], "engine": "0"}
 
@@ -182,9 +194,9 @@ class Metrics:
         return generate_latest(Labelled())
 
     def collect(self) -> Iterator[Any]:
-        """Yields what the engine counts; prometheus-client calls it."""
+        """Yield the engine's counts. prometheus-client calls this."""
         handler = self._handler()
-        build = GaugeMetricFamily("prefold:build_info", "What runs here.", labels=["version"])
+        build = GaugeMetricFamily("prefold:build_info", "The version of prefold.", labels=["version"])
         build.add_metric([__version__], 1)
         yield build
         if handler is None:
@@ -192,18 +204,18 @@ class Metrics:
         waiting, waiting_tokens = handler.backpressure.waiting
         gauges = {
             "num_requests_running": (
-                "Requests that are being computed, or are about to be.",
+                "Requests that are being computed or about to be.",
                 handler.backpressure.running,
             ),
             "num_requests_waiting": ("Requests that wait to be computed.", waiting),
-            "num_tokens_waiting": ("Tokens of the prompts that wait.", waiting_tokens),
+            "num_tokens_waiting": ("Prompt tokens of the requests that wait.", waiting_tokens),
         }
         now = handler.engine.snapshot()
         stats = now.stats
         counts = {
-            "prompt_and_generation_tokens": ("Tokens as users see them.", stats.tokens),
+            "prompt_and_generation_tokens": ("Tokens of prompts and of generated texts.", stats.tokens),
             "unique_rows": ("Rows of the streams: unique tokens.", stats.unique_tokens),
-            "rows_computed": ("Rows that went through the model.", stats.rows_computed),
+            "rows_computed": ("Rows that the model computed.", stats.rows_computed),
             "steps": ("Forward passes.", stats.steps),
         }
         counts |= {counter.name: (counter.metric, count) for counter, count in shown(stats) if counter.metric}
@@ -211,16 +223,16 @@ class Metrics:
             texts = stats.generation
             counts |= {
                 "generation_tokens": ("Tokens generated.", texts.generated_tokens),
-                "num_preemptions": ("Sequences taken out because memory was full.", texts.preemptions),
+                "num_preemptions": ("Sequences preempted because the KV store was full.", texts.preemptions),
             }
             share = now.used_slots / max(1, now.slots)
-            gauges["kv_cache_usage_perc"] = ("Share of the KV store that is in use, 0 to 1.", share)
+            gauges["kv_cache_usage_perc"] = ("Used share of the KV store, 0 to 1.", share)
         for name, (meaning, value) in gauges.items():
             yield GaugeMetricFamily(f"prefold:{name}", meaning, value)
         for name, (meaning, value) in counts.items():
             yield CounterMetricFamily(f"prefold:{name}", meaning, value)
         parts = CounterMetricFamily(
-            "prefold:engine_seconds", "Seconds of the engine's parts, which may overlap.", labels=["part"]
+            "prefold:engine_seconds", "Seconds by part of the engine. Parts may overlap.", labels=["part"]
         )
         for part, seconds in list(stats.seconds.items()):
             parts.add_metric([part], seconds)
@@ -230,7 +242,7 @@ class Metrics:
 
 
 LONGEST_PATH = 200
-LEFT = 499  # nginx's status for a client that left before its response was completely sent
+LEFT = 499  # nginx's status for a client that disconnected before its response was completely sent
 PROBES = ("/health", "/healthz", "/livez", "/metrics", "/ping", "/readyz")
 _FIELDS = ("method", "path", "status", "tenant", "ms", "prompt_tokens", "completion_tokens", "request_id")
 _access_log = logging.getLogger("prefold.access")
@@ -238,25 +250,30 @@ _notes: ContextVar[dict[str, Any] | None] = ContextVar("noted", default=None)
 
 
 def note(**counts: int) -> None:
-    """Adds token counts to the access log's line for the present request."""
+    """Add token counts to the access log's line for the present request."""
     if (notes := _notes.get()) is not None:
         for name, count in counts.items():
             notes[name] = notes.get(name, 0) + count
 
 
 class AccessLog:
-    """An AccessLog is an ASGI application that logs each request of another application after its response."""
+    """An ASGI application that logs each request of another application after its response."""
 
     def __init__(self, app: Any, *, as_json: bool = False, probes: bool = True):
-        """as_json: whether a line is a JSON object; probes: whether requests for health and metrics are logged"""
+        """Wrap an application.
+
+        Args:
+            as_json: whether a line is a JSON object
+            probes: whether requests for health and metrics are logged
+        """
         self._app, self._as_json, self._left_out = app, as_json, () if probes else PROBES
 
     def refused(self, status: int) -> None:
-        """Logs a request that was refused before its path was read."""
+        """Log a request that was refused before its path was read."""
         self._write(status=status)
 
     def _write(self, **known: Any) -> None:
-        """Writes a line; what is not known of a request is "-", in JSON null."""
+        """Write a line. An unknown field is "-", in JSON null."""
         fields = dict.fromkeys(_FIELDS) | known
         if self._as_json:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -284,7 +301,7 @@ class AccessLog:
         finally:
             _notes.reset(token)
             if scope["path"] not in self._left_out or 400 <= status < 500:
-                path = quote(scope["raw_path"], safe="/%:@!$&'()*+,;=~")  # no line of a client's making
+                path = quote(scope["raw_path"], safe="/%:@!$&'()*+,;=~")  # a path must not add lines to the log
                 self._write(
                     method=scope["method"],
                     path=path[:LONGEST_PATH],
@@ -301,17 +318,17 @@ STEPS, SHOWN_SECONDS, BINS = 4096, 300.0, 240
 
 
 class StepWatch:
-    """A StepWatch records the last steps of an engine: (start, seconds, 1, rows, path rows, running sequences)."""
+    """The last steps of an engine, as (start, seconds, 1, rows, path rows, running sequences)."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS)
 
     def note(self, step: StepInfo) -> None:
-        """Records a step."""
         self._steps.append((step.started_at, step.seconds, 1, step.rows, step.path_rows, step.running))
 
     def bins(self) -> list[list[float]]:
-        """Returns the steps of the last minutes, with neighbours merged; their start is relative to now, in seconds."""
+        """Return the steps of the last minutes. Neighbours are merged, and start times are relative to now, in
+        seconds."""
         now = time.perf_counter()
         steps = np.array([step for step in list(self._steps) if step[0] > now - SHOWN_SECONDS]).reshape(-1, 6)
         steps[:, 0] -= now

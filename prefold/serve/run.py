@@ -1,6 +1,6 @@
-"""Bind the address, load the model in a thread, serve, and drain when the process is to end.
+"""Bind the address, load the model in a thread, serve, and drain after a signal.
 
-uvicorn's HTTP protocol gets limits on connections and headers that it does not have.
+uvicorn lacks limits on connections, headers and slow clients. The protocol class here adds them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .http import Refusal
 from .metrics import AccessLog
 from .state import AppState
 
-TAKEN_BYTES = 1 << 14  # that a client must read within `send_seconds`
+TAKEN_BYTES = 1 << 14  # a client must read at least this much within `send_seconds`
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\nretry-after: 1\r\n\r\n"
 _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -36,23 +36,32 @@ _WRONG = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\
 
 
 class _RefusedRequest(Exception):
-    """A _RefusedRequest is raised when the head of a request is refused; its argument is the response."""
+    """Raised for a request head that is refused. The argument is the response's bytes."""
 
 
 def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type[asyncio.Protocol]:
-    """Returns the protocol class of a server. refused: is called with the status of each response of the protocol
-    itself"""
+    """Return the protocol class of a server.
+
+    Args:
+        refused: receives the status of each response that the protocol itself sends
+    """
 
     class LimitedProtocol(HttpToolsProtocol):
-        """A LimitedProtocol closes connections beyond the limit, connections whose headers or trailers are too slow or
-        too large, or do not say where a body ends, those that send more after the response, and those that do not read
-        the response."""
+        """uvicorn's HTTP protocol with limits.
 
-        _head_bytes = 0  # received since the last byte of a body: headers, trailers, and chunk sizes
+        The protocol closes a connection in these cases:
+
+        - there are more than `max_connections` connections
+        - headers or trailers are too large, or do not arrive in time
+        - the end of the body is ambiguous in the headers
+        - the client sends more bytes after the response has ended, or does not read the response
+        """
+
+        _head_bytes = 0  # received since the last byte of a body: headers, trailers, chunk sizes
         _in_trailers = False
         _slow: asyncio.TimerHandle | None = None
         _not_taking: asyncio.TimerHandle | None = None
-        _unsent = 0  # bytes that waited to be sent at the last look
+        _unsent = 0  # bytes in the write buffer when `_not_taking` was set
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -69,11 +78,14 @@ def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type
             if self._head_bytes > options.max_header_bytes:
                 self._refuse(_LARGE)
             elif self._is_answered and self.timeout_keep_alive_task is None:
-                self._wait_for_request()  # these bytes have ended uvicorn's own waiting
+                self._wait_for_request()  # these bytes ended uvicorn's keep-alive timer
 
         def _parse(self, data: bytes) -> None:
-            """Parses received bytes. A request that offers to upgrade the protocol is parsed again without the offer,
-            which is ignored (RFC 9110, 7.8): otherwise the parser would not read its body."""
+            """Parse received bytes.
+
+            Offers to upgrade the protocol are ignored (RFC 9110, 7.8). The parser would not read the body of such a
+            request, so the head is parsed again without the offer.
+            """
             rest = data
             while rest:
                 try:
@@ -92,12 +104,15 @@ def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type
 
         @property
         def _is_offer(self) -> bool:
-            """Returns whether the request will be parsed again."""
+            """Return whether the request offers an upgrade and will be parsed again."""
             return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
 
         def _check_head(self) -> None:
-            """Raises _Refused for a head that is too large, and for one that a proxy in front of the server might parse
-            differently, and so see other requests on the connection (request smuggling)."""
+            """Raise _RefusedRequest for a head that is too large or ambiguous.
+
+            A proxy in front of the server might parse an ambiguous head differently, and then see other requests on the
+            connection (request smuggling).
+            """
             if (
                 len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
                 > options.max_header_bytes
@@ -138,7 +153,7 @@ def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type
                 return
             self._head_bytes = 0
             super().on_message_complete()
-            if self._is_answered:  # before its body had come
+            if self._is_answered:  # the response ended before the request's body
                 self._stop_waiting()
                 self.cycle.more_body = False
                 self._unset_keepalive_if_required()
@@ -158,7 +173,7 @@ def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type
 
         def timeout_keep_alive_handler(self) -> None:
             super().timeout_keep_alive_handler()
-            self._look_later()  # what is left of an answer keeps it open
+            self._look_later()  # uvicorn closes only after the unsent rest of a response
 
         def _look_later(self) -> None:
             if self._not_taking is None:
@@ -166,7 +181,7 @@ def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type
                 self._not_taking = self.loop.call_later(options.send_seconds, self._look)
 
         def _look(self) -> None:
-            """Aborts the connection if its client has read too little; closing it would wait for the rest."""
+            """Abort the connection if the client has read too little. Closing it would wait for the rest to be sent."""
             self._not_taking = None
             if self._unsent - self.transport.get_write_buffer_size() < TAKEN_BYTES:
                 self.transport.abort()
@@ -184,7 +199,7 @@ def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type
             return self.cycle is not None and self.cycle.response_complete
 
         def _wait_for_request(self) -> None:
-            """Closes the connection unless the headers of a request come within `header_seconds`."""
+            """Close the connection unless the headers of a request arrive within `header_seconds`."""
             if self._slow is None and not self.transport.is_closing():
                 self._slow = self.loop.call_later(options.header_seconds, self._refuse, _SLOW)
 
@@ -197,7 +212,7 @@ def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type
             self._stop_waiting()
             if not self.transport.is_closing():
                 cycle = self.cycle
-                # No second answer to a request, and none within another.
+                # Send no second response to a request, and none in the middle of another response.
                 if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
                     self.transport.write(answer)
                     refused(int(answer[9:12]))
@@ -211,23 +226,23 @@ def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type
 
 
 _log = logging.getLogger("prefold.serve")
-CLOSE_SECONDS = 5  # in which clients must read the rest of their responses after draining
+CLOSE_SECONDS = 5  # after draining, clients have this long to read the rest of their responses
 
 
 def run(load: Callable[[], Any], options: ServerSpec) -> None:
-    """Serves until the process is told to end; see `prefold.serve.serve`."""
+    """Serve until the process is told to end. See `prefold.serve.serve`."""
     options.check()
     stamp = "" if sys.stderr is not None and sys.stderr.isatty() else "%(asctime)s "
     logging.basicConfig(format=f"{stamp}prefold: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z", level=logging.WARNING)
     for name in ("prefold.serve", "prefold.access"):
         logging.getLogger(name).setLevel(logging.INFO)
-    if options.access_log == "json":  # its lines are objects, without the head that other lines have
+    if options.access_log == "json":  # lines are plain JSON objects, without a time stamp in front
         plain, access = logging.StreamHandler(), logging.getLogger("prefold.access")
         plain.setFormatter(logging.Formatter("%(message)s"))
         access.addHandler(plain)
         access.propagate = False
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients that send no HTTP must not fill the log
-    sys.setswitchinterval(1e-3)  # a step plans in Python, and a request should not wait 5 ms for its turn
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else each invalid HTTP request adds a line
+    sys.setswitchinterval(1e-3)  # a request should not wait 5 ms for the GIL while a step is planned in Python
     state = AppState(options)
     bound = bind(options)
     server = Server(state, bound)
@@ -242,7 +257,7 @@ def run(load: Callable[[], Any], options: ServerSpec) -> None:
 
 
 def bind(options: ServerSpec) -> socket.socket:
-    """Returns a socket that is bound to the address. Raises JobError."""
+    """Return a socket that listens on the address. Raise JobError if that fails."""
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         bound = socket.socket(family, socket.SOCK_STREAM)
@@ -251,13 +266,17 @@ def bind(options: ServerSpec) -> socket.socket:
         bound.listen(2048)
     except OSError as error:
         message = f"cannot listen on {options.host}:{options.port}: {error.strerror or error}"
-        raise JobError(f"{message}; choose another with --host and --port (--port 0: one that is free)") from None
+        raise JobError(f"{message}; choose another address with --host and --port (--port 0: a free port)") from None
     bound.setblocking(False)
     return bound
 
 
 class Server(uvicorn.Server):
-    """A Server serves the application on a bound socket. error: why the model could not be loaded"""
+    """uvicorn's server on a bound socket, with loading, draining and reloading of keys.
+
+    Attributes:
+        error: why the model could not be loaded; None if it was
+    """
 
     def __init__(self, state: AppState, bound: socket.socket):
         self.state, self.bound = state, bound
@@ -275,7 +294,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # the client's address is not used
+            proxy_headers=False,  # nothing reads the client's address
             timeout_keep_alive=30,
             timeout_graceful_shutdown=CLOSE_SECONDS,
             backlog=2048,
@@ -285,15 +304,14 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def say(self, line: str) -> None:
-        """Writes a line to the log."""
         _log.info(line)
 
     def load(self, load: Callable[[], Any]) -> None:
-        """Loads the model; if that fails, the server ends."""
+        """Load the model. If that fails, end the server."""
         started_at = time.perf_counter()
         try:
             llm = load()
-            # The loaded objects stay. Searching them for garbage again and again would stop all threads for 0.1 s.
+            # The loaded objects stay. Each search of them for garbage would stop all threads for 0.1 s.
             gc.collect()
             gc.freeze()
             self.state.ready(llm)
@@ -306,7 +324,7 @@ class Server(uvicorn.Server):
             self.say(passes)
 
     def run_bound(self) -> None:
-        """Serves until told to end."""
+        """Serve until told to end, then close the state."""
         self.run(sockets=[self.bound])
         self.state.close()
 
@@ -317,15 +335,15 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     def reload_keys(self) -> None:
-        """Reads the file of keys again; if it is wrong, the keys stay."""
+        """Read the file of keys again. If it is invalid, keep the present keys and log the error."""
         try:
             self.state.reload_keys()
-            self.say("the keys have been read again")
+            self.say("the API keys have been reloaded")
         except JobError as error:
-            self.say(f"{error}; the keys stay as they were")
+            self.say(f"{error}; the API keys stay as they were")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to drain at the first signal, and ends at the second."""
+        """Drain at the first signal, end at the second."""
         self._asked_to_end += 1
         if self._asked_to_end > 1 or self._loop is None:
             self.should_exit = self.force_exit = True
@@ -336,7 +354,7 @@ class Server(uvicorn.Server):
         self._draining = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Stops accepting requests, waits at most `drain_seconds` for those that run, and ends the server."""
+        """Refuse new requests, wait at most `drain_seconds` for running ones, then end the server."""
         if self.state.status != "failed":
             self.state.status = "draining"
         if self.state.batches is not None:
@@ -346,7 +364,7 @@ class Server(uvicorn.Server):
             self.say(f"draining: {self.state.busy} requests, {self.state.options.drain_seconds:g} s at most")
         while self.state.busy and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        outcome = f"{self.state.busy} requests are given up" if self.state.busy else "all requests have been answered"
+        outcome = f"{self.state.busy} requests are cancelled" if self.state.busy else "all requests have been answered"
         self.say(f"the server ends; {outcome}")
         if self.state.handler is not None:
             message, remedy = "the server is being shut down", "send the request to another"

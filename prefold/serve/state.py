@@ -23,10 +23,12 @@ Status = Literal["loading", "ready", "draining", "failed"]
 
 
 class AppState:
-    """An AppState holds the served model, the keys of clients, and their files and batches.
+    """All state of a running server.
 
-    handler         None until the model is loaded
-    store, batches  None without a folder for data
+    Attributes:
+        handler: None until the model is loaded
+        store: None without a data folder
+        batches: None without a data folder
     """
 
     def __init__(self, options: ServerSpec):
@@ -35,13 +37,13 @@ class AppState:
         self.metrics = Metrics(lambda: self.handler)
         self.status: Status = "loading"
         self.handler: RequestHandler | None = None
-        self.open = 0  # requests whose answers have not been sent wholly
+        self.open = 0  # requests whose response has not been sent completely
         self.bodies = Bodies(options)
         self.store = None if options.data_dir is None else Store(Path(options.data_dir), self.keys.most_stored)
         self.batches = None if self.store is None else Batches(self.store, self.metrics.log)
 
     def ready(self, llm: Any) -> None:
-        """Starts to answer with an LLM."""
+        """Start to answer requests with an LLM."""
         self.handler = RequestHandler(llm, self.options, self.metrics, self.keys, self.store)
         if self.batches is not None:
             self.batches.start(self.handler, self.keys)
@@ -49,32 +51,32 @@ class AppState:
             self.status = "ready"
 
     def reload_keys(self) -> None:
-        """Reads the file of keys again. Raises JobError if it is wrong; all stays as it was then."""
+        """Read the file of keys again. Raise JobError if it is invalid; the keys then stay as they were."""
         self.keys.reload()
         if self.handler is not None:
             self.handler.read_shares()
 
     @property
     def failing(self) -> str | None:
-        """Returns a description of the present failure, or None."""
+        """Return a description of the present failure, or None."""
         now = None if self.handler is None else self.handler.engine.snapshot()
         failure = None if now is None else now.failure
         if isinstance(failure, RankError):
-            return "a rank of the model is gone, and the server has to be started again"
-        # The engine may have recovered from other failures, which only the next step shows.
+            return "a rank of the model is gone, so the server must be restarted"
+        # The engine may have recovered from another failure. Only the next step shows that.
         if now is not None and failure is not None and time.monotonic() - now.failed_at < FAILING_SECONDS:
-            reason = "memory was too small for it" if isinstance(failure, MemoryError) else "see the log"
+            reason = "it ran out of memory" if isinstance(failure, MemoryError) else "see the log"
             return f"the last step failed: {reason}"
         return None if self.store is None else next(iter(self.store.troubles.values()), None)
 
     @property
     def is_alive(self) -> bool:
-        """Returns whether the process can go on: not if the model could not be loaded, or a rank of it is gone."""
+        """Return False if the process must be restarted: the model could not be loaded, or one of its ranks is gone."""
         failure = None if self.handler is None else self.handler.engine.snapshot().failure
         return self.status != "failed" and not isinstance(failure, RankError)
 
     def close(self) -> None:
-        """Ends all threads. Batches go on when a server is started with the same folder."""
+        """End all threads. Open batches continue when a server starts with the same folder."""
         if self.batches is not None:
             self.batches.stop()
         if self.handler is not None:
@@ -84,43 +86,44 @@ class AppState:
 
     @property
     def busy(self) -> int:
-        """Returns how many requests are being answered."""
+        """Return the number of requests that are being answered."""
         return max(self.open, 0 if self.handler is None else len(self.handler.backpressure.replies))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the names by which the model is served, the first of which stands in responses."""
+        """Return the names of the model. Responses have the first name."""
         assert self.handler is not None
         return self.handler.names
 
     def model_of(self, name: Any) -> tuple[str, str | None]:
-        """Returns (the model's name in the response, LoRA adapter) for the name in a request, which may be None. Raises
-        Refusal (404) for a model that is not served."""
+        """Return (the model's name for the response, the LoRA adapter or None) for the model that a request names.
+
+        None stands for the served model. Raise Refusal (404) for a model that is not served.
+        """
         assert self.handler is not None
         if name is not None and not isinstance(name, str):
-            message = f"'model' is {name!r:.100}, not a text"
+            message = f"'model' is {name!r:.100}, not a string"
             raise Refusal(400, message, param="model", remedy="give the name of a model", code="wrong_type")
         adapters = self.handler.engine.facts.adapters
         if name is not None and name in adapters:
             return name, name
         if name is None or name in self.handler.known_names:
             return self.names[0], None
-        remedy = f"ask for one of {', '.join((*self.names, *adapters))}, or serve it by this name too"
-        remedy += " (--served-model-name)"
+        remedy = f"use one of {', '.join((*self.names, *adapters))}, or start the server with --served-model-name"
         message = f"the model {name!r:.100} is not served here"
         raise Refusal(404, message, param="model", remedy=remedy, code="model_not_found")
 
     def tenant_of(self, headers: Mapping[str, str]) -> Tenant:
-        """Returns the tenant of the key in a request's headers. Raises Refusal (401) without a valid key."""
+        """Return the tenant of the key in a request's headers. Raise Refusal (401) without a valid key."""
         tenant = self.keys.tenant(headers)
         if tenant is None:
-            message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
+            message, remedy = "the API key is missing or unknown", "send Authorization: Bearer KEY"
             challenge = {"www-authenticate": "Bearer"}
             raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=challenge)
         return tenant
 
     def handler_for_requests(self) -> RequestHandler:
-        """Returns the handler. Raises Refusal (503) while the model is not loaded, or the server drains."""
+        """Return the handler. Raise Refusal (503) while the model is being loaded or the server drains."""
         if self.status == "ready" and self.handler is not None:
             return self.handler
         states = {"loading": "is being loaded", "draining": "is being shut down", "failed": "could not be loaded"}
@@ -129,8 +132,10 @@ class AppState:
         raise Refusal(503, message, remedy="send the request again later", code="unavailable", headers=headers)
 
     def refusal(self, error: Exception) -> tuple[Refusal, str]:
-        """Returns (the Refusal for an error, its message for clients). Errors of the server, and messages that name a
-        path of this machine, are written to the log."""
+        """Return (the Refusal for an error, its message for clients).
+
+        The log gets errors of the server, and messages that name a path of this machine.
+        """
         refusal = as_refusal(error)
         message = str(refusal) if self.handler is None else self.handler.public(str(refusal))
         if refusal.status >= 500 and refusal is not error:
@@ -141,15 +146,15 @@ class AppState:
 
 
 def as_refusal(error: Exception) -> Refusal:
-    """Returns the Refusal for an error."""
+    """Return the Refusal for an error."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, InputError):
         return Refusal(400, error.message, param=error.field, remedy=error.remedy, code=error.code)
     if isinstance(error, MemoryError):
-        return Refusal(503, "memory is too small for the request", remedy="send less at once", code="out_of_memory")
+        return Refusal(503, "the request needs too much memory", remedy="send less at once", code="out_of_memory")
     if isinstance(error, RankError):
-        return Refusal(503, "a rank of the model is gone", remedy="ask another server", code="unavailable")
+        return Refusal(503, "a rank of the model is gone", remedy="use another server", code="unavailable")
     if isinstance(error, PrefoldError):
         code = "unsupported_model" if isinstance(error, UnsupportedModelError) else "unsupported"
         return Refusal(400, str(error), code=code)
@@ -157,5 +162,5 @@ def as_refusal(error: Exception) -> Refusal:
 
 
 def new_id() -> str:
-    """Returns a random text for an id."""
+    """Return 24 random hexadecimal digits."""
     return secrets.token_hex(12)

@@ -1,7 +1,7 @@
-"""Stores clients' files and batches: objects of the API in SQLite, and the contents of files beside it.
+"""Clients' files and batches on disk: API objects in SQLite, and the contents of files beside it.
 
-When a method of `Store` returns, its change is on disk: SQLite's log (WAL) is synchronised at every change, and a
-content is synchronised before the object that names it is written. So a killed server has lost nothing that it
+When a method of `Store` returns, its change is on disk. SQLite's log (WAL) is synchronised at every change, and a
+content is synchronised before the object that names it is written. A killed server has therefore lost nothing that it
 confirmed.
 """
 
@@ -23,7 +23,7 @@ from ..jobs.journal import lock
 from ..spec.files import replacing
 from .http import Refusal
 
-LOCKED_SECONDS = 2.0  # how long a thread waits for a database that another process has locked
+LOCKED_SECONDS = 2.0  # a thread waits this long for a database that another process has locked
 _TABLES = """
 CREATE TABLE IF NOT EXISTS objects (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, kind TEXT NOT NULL, tenant TEXT NOT NULL,
@@ -33,7 +33,7 @@ CREATE INDEX IF NOT EXISTS by_kind ON objects (kind, tenant, number);
 CREATE INDEX IF NOT EXISTS by_end ON objects (drop_at) WHERE drop_at IS NOT NULL;
 CREATE TABLE IF NOT EXISTS probe (number INTEGER PRIMARY KEY, content BLOB);
 """
-# The bytes of each tenant's objects and contents are counted in a temporary table while the database is open.
+# While the database is open, a temporary table counts the bytes of each tenant's objects and contents.
 _CONTENT = "CASE {0}.kind WHEN 'file' THEN coalesce(json_extract({0}.body, '$.bytes'), 0) ELSE 0 END"
 _SIZE = "length(CAST({0}.body AS BLOB)) + " + _CONTENT
 _NEW, _OLD = _SIZE.format("new"), _SIZE.format("old")
@@ -57,18 +57,20 @@ Body = dict[str, Any]
 
 
 class Store:
-    """A Store holds objects of several kinds ("file", "batch", "response"), each of one tenant, and files' contents.
+    """Objects of several kinds ("file", "batch", "response"), each of one tenant, and the contents of files.
 
-    Methods may be called from any thread, and raise Refusal (503) if the disk or the database fails.
+    Methods may be called from any thread. They raise Refusal (503) if the disk or the database fails.
 
-    troubles   present failures, {where: description}; `probe` removes those that are over
-    receiving  {tenant: bytes of its files that are being received}, which the event loop counts
+    Attributes:
+        troubles: present failures, {where: description}; `probe` removes failures that are over
+        receiving: {tenant: bytes of its files that are being received}; the event loop counts them
     """
 
     def __init__(self, folder: Path, most_of: Callable[[str], int | None] = lambda tenant: None):
-        """Opens the folder, or makes it. Raises JobError if another server uses it, or it cannot be written.
+        """Open or create the folder. Raise JobError if another server uses it or it cannot be written.
 
-        most_of  returns how many bytes a tenant may store; None: half of the disk
+        Args:
+            most_of: returns how many bytes a tenant may store; None: half of the disk
         """
         self._most_of = most_of
         self.folder, self.files, self.batches = folder, folder / "files", folder / "batches"
@@ -91,21 +93,26 @@ class Store:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Removes contents without an object, which a killed server had not confirmed."""
+        """Remove contents without an object. A killed server had not confirmed them."""
         ids = {row[0] for row in self._db.execute("SELECT id FROM objects")}
         for path in [*self.files.iterdir()]:
             if path.name not in ids:
                 path.unlink()
 
     def add(self, kind: str, tenant: str, body: Body, drop_at: float | None = None) -> None:
-        """Stores an object, whose id is in its body, and replaces one with the same id. drop_at: when it expires, in
-        time.time() (see `ended`); None: never"""
+        """Store an object. Its body contains its id; an object with the same id is replaced.
+
+        Args:
+            drop_at: when it expires, in time.time() (see `ended`); None: never
+        """
         self.add_all([(kind, tenant, body, drop_at)], is_bounded=True)
 
     def add_all(self, objects: Iterable[tuple[str, str, Body, float | None]], *, is_bounded: bool = False) -> None:
-        """Stores objects (kind, tenant, body, drop_at), all of them or none. is_bounded: whether Refusal (413) is
-        raised
-        if their tenant would store more than it may"""
+        """Store objects (kind, tenant, body, drop_at), all of them or none.
+
+        Args:
+            is_bounded: whether to raise Refusal (413) if the tenant would store more than it may
+        """
         with self._changing() as db:
             for kind, tenant, body, drop_at in objects:
                 db.execute(
@@ -117,7 +124,8 @@ class Store:
                     raise self.full(-bytes_left)
 
     def bytes_left(self, tenant: str) -> int:
-        """Returns how many more bytes a tenant may store; negative if it stores more than it may."""
+        """Return how many more bytes a tenant may store. The result is negative if the tenant stores more than it
+        may."""
         with self._reading() as db:
             row = db.execute("SELECT bytes FROM stored WHERE tenant = ?", (tenant,)).fetchone()
         most = self._most_of(tenant)
@@ -125,13 +133,17 @@ class Store:
 
     @staticmethod
     def full(excess: int) -> Refusal:
-        """Returns the Refusal for a tenant that would store so many bytes too many."""
-        message = f"what you store here would be {excess} bytes more than it may be"
-        remedy = "delete files that you need no more, or ask for a larger max_stored_bytes"
+        """Return the Refusal for a tenant that would exceed its quota by `excess` bytes."""
+        message = f"your stored files and batches would exceed the quota by {excess} bytes"
+        remedy = "delete files, or ask the server's admin for a larger max_stored_bytes"
         return Refusal(413, message, remedy=remedy, code="storage_quota")
 
     def get(self, kind: str, tenant: str | None, id: str) -> Body | None:
-        """Returns an object, or None. tenant: None for any"""
+        """Return an object, or None.
+
+        Args:
+            tenant: None matches any tenant
+        """
         with self._reading() as db:
             row = db.execute("SELECT kind, tenant, body FROM objects WHERE id = ?", (id,)).fetchone()
         if row is None or row[0] != kind or tenant not in (None, row[1]):
@@ -140,8 +152,10 @@ class Store:
         return body
 
     def change(self, kind: str, id: str, changes: Mapping[str, Any], *, only: Iterable[str] = ()) -> Body | None:
-        """Changes fields of an object, and returns it; None if there is no such object, or its status is not one of
-        `only`."""
+        """Change fields of an object, and return it.
+
+        Return None if there is no such object, or if its status is not one of `only`.
+        """
         with self._changing() as db:
             row = db.execute("SELECT body FROM objects WHERE id = ? AND kind = ?", (id, kind)).fetchone()
             body: Body | None = None if row is None else json.loads(row[0])
@@ -152,7 +166,7 @@ class Store:
         return body
 
     def delete(self, kind: str, tenant: str, id: str) -> bool:
-        """Deletes an object, and returns whether there was one."""
+        """Delete an object, and return whether it existed."""
         with self._changing() as db:
             sql = "DELETE FROM objects WHERE id = ? AND kind = ? AND tenant = ?"
             return db.execute(sql, (id, kind, tenant)).rowcount > 0
@@ -167,8 +181,10 @@ class Store:
         newest: bool = True,
         purpose: str | None = None,
     ) -> tuple[list[Body], bool]:
-        """Returns (at most `limit` objects of a tenant that follow the object `after`, whether there are more). Raises
-        Refusal (404) for an unknown `after`."""
+        """Return (at most `limit` objects of a tenant after the object `after`, whether there are more).
+
+        Raise Refusal (404) for an unknown `after`.
+        """
         order, sign = ("DESC", "<") if newest else ("ASC", ">")
         sql, values = "SELECT body FROM objects WHERE kind = ? AND tenant = ?", [kind, tenant]
         if purpose is not None:
@@ -177,35 +193,34 @@ class Store:
             if after is not None:
                 place = db.execute("SELECT number FROM objects WHERE id = ? AND tenant = ?", (after, tenant)).fetchone()
                 if place is None:
-                    message, remedy = f"there is no {after!r:.100}", "give the last id of the page before"
+                    message, remedy = f"there is no {after!r:.100}", "use the last id of the previous page"
                     raise Refusal(404, message, param="after", remedy=remedy, code="not_found")
                 sql, values = f"{sql} AND number {sign} ?", [*values, place[0]]
             rows = db.execute(f"{sql} ORDER BY number {order} LIMIT ?", (*values, limit + 1)).fetchall()
         return [json.loads(row[0]) for row in rows[:limit]], len(rows) > limit
 
     def ended(self, now: float) -> list[tuple[str, str, str]]:
-        """Returns (kind, tenant, id) of the expired objects."""
+        """Return (kind, tenant, id) of the expired objects."""
         with self._reading() as db:
             return db.execute("SELECT kind, tenant, id FROM objects WHERE drop_at <= ?", (now,)).fetchall()
 
     def all(self, kind: str) -> Iterator[tuple[str, Body]]:
-        """Yields (tenant, object) of all objects of a kind, the oldest first, without having all in memory."""
+        """Yield (tenant, object) of all objects of a kind, oldest first. They are not all in memory at once."""
         with self._reading() as db:
             rows = db.execute("SELECT tenant, body FROM objects WHERE kind = ? ORDER BY number", (kind,))
             yield from ((tenant, json.loads(body)) for tenant, body in rows)
 
     def path(self, id: str) -> Path:
-        """Returns the path of a file's content."""
+        """Return the path of a file's content."""
         return self.files / id
 
     def path_of(self, tenant: str, id: str) -> Path | None:
-        """Returns the path of the content of a tenant's file, or None."""
+        """Return the path of the content of a tenant's file; None if the tenant has no such file."""
         return None if self.get("file", tenant, id) is None else self.path(id)
 
     @contextmanager
     def writing_content(self, id: str) -> Iterator[Path]:
-        """Returns a context with the path to which a file's content is to be written; after it the content is on
-        disk."""
+        """Return a context with the path to write a file's content to. After the context the content is on disk."""
         with self._failures("files"):
             with replacing(self.path(id)) as temporary:
                 yield temporary
@@ -216,12 +231,12 @@ class Store:
                 os.close(number)
 
     def drop_content(self, id: str) -> None:
-        """Removes a file's content; if that fails, the next start does it."""
+        """Remove a file's content. If that fails, the next start removes it."""
         with suppress(OSError):
             self.path(id).unlink(missing_ok=True)
 
     def probe(self) -> None:
-        """Tests whether the database and the folder can be written, and updates `troubles`."""
+        """Test whether the database and the folder can be written, and update `troubles`."""
         with suppress(Refusal), self._changing() as db:
             db.execute("INSERT OR REPLACE INTO probe VALUES (1, randomblob(?))", (PROBE_BYTES,))
         with suppress(Refusal), self._failures("files"):
@@ -236,7 +251,11 @@ class Store:
 
     @contextmanager
     def _failures(self, condition: str | None) -> Iterator[None]:
-        """Raises Refusal for an error of the disk or the database in the context, and records it under `condition`."""
+        """Raise Refusal for an error of the disk or the database in the context.
+
+        Args:
+            condition: the key of `troubles` under which the error is recorded, or removed after success
+        """
         try:
             yield
         except (sqlite3.Error, OSError) as error:
@@ -266,14 +285,14 @@ class Store:
                 raise
 
     def close(self) -> None:
-        """Closes the database, and unlocks the folder."""
+        """Close the database, and unlock the folder."""
         with self._lock:
             self._db.close()
             self._lock_file.close()
 
 
 def _hold(path: Path) -> Any:
-    """Returns a file that is locked while it is open. Raises OSError if another process has locked it."""
+    """Return a file that is locked while it is open. Raise OSError if another process has locked it."""
     file = path.open("a")
     if not lock(file):
         file.close()

@@ -8,6 +8,7 @@ PREFOLD_TRITON        0: do not use Triton kernels on a GPU
 PREFOLD_TRANSFORMERS  all: run every model through the modules of transformers
 PREFOLD_PLUGINS       modules and .py files to import, separated as in PATH; `--plugin` adds to it
 PREFOLD_API_KEY       API key that is sent to servers (`--url`)
+PREFOLD_SERVE_OPTION  an option of `prefold serve`, such as PREFOLD_SERVE_MAX_BODY_BYTES for --max-body-bytes
 PREFOLD_WHEEL         1, at installation: compile the kernels for every CPU of this architecture, not only for this CPU
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TRANSFORMERS, PLUGINS, API_KEY = "PREFOLD_TRANSFORMERS", "PREFOLD_PLUGINS", "PREFOLD_API_KEY"
+SERVE = "PREFOLD_SERVE_"
 
 
 def cache_folder() -> Path:
@@ -68,3 +70,14 @@ def add_plugins(names: Sequence[str]) -> None:
 def api_key() -> str:
     """Return the API key for servers, or ""."""
     return os.environ.get(API_KEY, "")
+
+
+def server_variable(option: str) -> str:
+    """Return the variable of an option of `prefold serve`: PREFOLD_SERVE_DATA_DIR for "data-dir"."""
+    return SERVE + option.replace("-", "_").upper()
+
+
+def server_settings() -> dict[str, str]:
+    """Return {option: value} of the variables PREFOLD_SERVE_*. A variable with an empty value counts as not set."""
+    names = {name: name.removeprefix(SERVE).lower().replace("_", "-") for name in os.environ if name.startswith(SERVE)}
+    return {option: os.environ[name] for name, option in names.items() if os.environ[name]}

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,14 @@ def read_bytes(path: Path | str) -> bytes:
 def read_text(path: Path | str) -> str:
     """Return the text of a file that an option names, such as labels, a template, a schema or TOML; see `text_of`."""
     return text_of(read_bytes(path), str(path))
+
+
+def read_toml(path: Path | str) -> dict[str, object]:
+    """Return the values of a TOML file. Raise JobError if the file cannot be read or is not valid TOML."""
+    try:
+        return tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{path} is not valid TOML: {error}; correct that line") from None
 
 
 def text_of(data: bytes, name: str) -> str:

@@ -48,7 +48,7 @@ class ServerSpec:
     )
     max_waiting_tokens: int = option(1 << 22, "Maximum number of tokens in waiting requests.", group="Limits", least=1)
     step_ms: float | None = option(
-        None, "Target duration of a step while live requests run (default: see docs/serving.md).",
+        None, "Target duration of a step while live requests run (default: 100 with several tenants).",
         details="The number of rows in a step follows the measured speed. By default 100 ms while several tenants have"
         " live requests. Otherwise a batch may lengthen live steps by a quarter, and no other limit applies.",
         group="Performance", least=0, above=True, metavar="MS",

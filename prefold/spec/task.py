@@ -1,7 +1,7 @@
 """The options of each task.
 
-The methods of LLM and their keywords, the command line, HTTP bodies and their schema, requests to other servers, the
-sampler's arrays, the journal and the reference pages are all made from these dataclasses.
+These dataclasses define the keywords of LLM's methods, the command line and HTTP bodies with their schema. Requests to
+other servers, the sampler's arrays, the journal and the reference pages are made from them too.
 """
 
 # ruff: noqa: RUF009  (`option` returns a dataclass field)
@@ -211,7 +211,7 @@ class TaskSpec(LoopedOptions):
         False, "Cut a prompt that is too long instead of raising an error.",
         "truncate", "truncate_side",
         details="True cuts the longest column of a template, the longest content of a conversation, or the document of"
-        ' a rerank pair, and keeps the text around it. "left" and "right" cut that end of the whole prompt (rerank: of'
+        ' a rerank pair. The text around it stays. "left" and "right" cut that end of the whole prompt (rerank: of'
         " the document; classify: of the text).",
         group="Prompt", common=True, one_of=(False, True, "left", "right"),
     )  # fmt: skip

@@ -1,5 +1,4 @@
-"""Turns text into token ids: tokenizers, chat templates and the prompts of the tasks. It never imports
-torch."""
+"""Tokenizers, chat templates and the prompts of tasks: text becomes token ids. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Renders chat templates, which write a conversation as the text that a checkpoint was trained on. Templates see plain
-JSON values only, and run in Jinja's sandbox (`sandbox.py`); templates of requests run in a subprocess, which bounds
-their time and memory (`template_process.py`). Whatever a template raises, `render` returns a text that UTF-8 can hold,
-or raises InputError."""
+"""Render chat templates: a conversation becomes the text format that a checkpoint was trained on.
+
+Templates see only plain JSON values and run in Jinja's sandbox (`sandbox.py`). Templates from requests run in a
+subprocess with limits on time and memory (`template_process.py`). If a template raises any error, `render` raises
+InputError. The rendered text is always valid UTF-8.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,30 @@ from ..errors import InputError
 from .template_process import TemplateProcess
 from .valid import plain_json, wrong_type
 
-# Processor seconds that the template of a request may take for a conversation. Usual ones take below a millisecond.
+# Limit on the CPU seconds that a request's template may use for one conversation. Most need less than 1 ms.
 TEMPLATE_SECONDS = 10.0
 
 _CONTENT = "give it a text, or a list of parts"
-# Names of the field that holds a message's reasoning. Most templates read the first, that of gpt-oss the second.
+# Names of the field with a message's reasoning. Most templates read the first name, gpt-oss's the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# Between these a model that thinks writes its reasoning; its chat template has them too.
+# A reasoning model writes its reasoning between these marks, and its chat template contains them.
 THINK = ("<think>", "</think>")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplates:
-    """A ChatTemplates holds the chat templates of a checkpoint by name ("default", "tool_use", ...); there may be
-    none."""
+    """The chat templates of a checkpoint by name ("default", "tool_use", ...); may be empty."""
 
     def __init__(
         self, templates: Mapping[str, str], variables: Mapping[str, str], process: TemplateProcess | None = None
     ):
-        """Keeps the templates, {name: source}, and what every one of them sees: variables, the special tokens
-        ({"bos_token": "<s>", ...}). process: renders the templates of requests; None: a new one."""
+        """Store the templates and the values that all of them see.
+
+        Args:
+            templates: {name: source}.
+            variables: The special tokens, such as {"bos_token": "<s>"}.
+            process: Renders the templates of requests; None creates a process.
+        """
         self.templates = dict(templates)
         self.variables = dict(variables)
         self.process = process or TemplateProcess()
@@ -40,8 +46,7 @@ class ChatTemplates:
         return bool(self.templates)
 
     def thinks(self, template: str | None) -> bool:
-        """Returns whether a template has the mark of reasoning; without a template, whether one of the checkpoint's has
-        it."""
+        """Return True if the template, or with None any template of the checkpoint, contains the mark of reasoning."""
         named = self.templates.values() if template is None else [self.templates.get(template, template)]
         return any(THINK[0] in source for source in named)
 
@@ -59,21 +64,24 @@ class ChatTemplates:
         in_subprocess: bool = False,
         **variables: object,
     ) -> str:
-        """Returns the text of a conversation, as transformers' apply_chat_template(tokenize=False) writes it.
+        """Return the text of a conversation, equal to transformers' apply_chat_template(tokenize=False).
 
-        messages                [{"role": "user", "content": "..."}, ...], at least one. The content of an assistant's
-                                message may be missing or null; it is given as "" to a template that fails without it
-        template                the name of one of the checkpoint's templates, or the text of a template
-        add_generation_prompt   whether to end with what introduces the assistant's next message
-        continue_final_message  whether to leave the last message open, so that the model continues it
-        tools, documents        passed to the template. Tools are written into the messages for a template that does
-                                not use them (`sandbox.with_tools`); documents are refused then
-        in_subprocess           whether a template that is given as a text is rendered in a process of its own, with
-                                limits of processor time and memory: for texts that requests bring
-        template_seconds        processor time that it may take there
-        variables               further names that the template may look up
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...], at least one. The content of an assistant's message may
+                be missing or null; if the template fails without it, the template gets "".
+            template: The name of one of the checkpoint's templates, or a template's source text.
+            add_generation_prompt: End with the text that introduces the assistant's next message.
+            continue_final_message: Leave the last message open, so that the model continues it.
+            tools: Tools passed to the template. For a template without tools, they are written into the messages
+                (`sandbox.with_tools`).
+            documents: Documents passed to the template. A template without documents refuses them.
+            in_subprocess: Render a template given as source text in a subprocess with limits on CPU time and memory.
+                Use it for templates from requests.
+            template_seconds: CPU time that the subprocess may use, in seconds.
+            variables: Further names that the template may look up.
 
-        Raises InputError when there is no such template, or when the template does not take these messages.
+        Raises:
+            InputError: The template does not exist, or it does not accept these messages.
         """
         if add_generation_prompt and continue_final_message:
             raise InputError(
@@ -101,7 +109,7 @@ class ChatTemplates:
         return text if final is None else _close_final(text, final)
 
     def _choose(self, template: str | None, tools: object) -> tuple[str, str]:
-        """Returns (the template's name in messages, its source)."""
+        """Return (the template's name as error messages show it, its source)."""
         if template is not None and not isinstance(template, str):
             remedy = "give the name of one of the checkpoint's templates, or the text of a template"
             raise wrong_type(template, "chat_template", "a text", remedy)
@@ -148,7 +156,7 @@ def _message(message: object, index: int) -> dict[str, Any]:
     # A null means "absent", as in transformers: templates would write it out as None.
     plain = {key: value for key, value in plain_json(message, field).items() if value is not None}
     content = f"{field}.content"
-    if "content" in plain and not isinstance(plain["content"], (str, list, dict)):  # an object is a tool's answer
+    if "content" in plain and not isinstance(plain["content"], (str, list, dict)):  # a tool's answer may be an object
         raise wrong_type(plain["content"], content, "a text", _CONTENT)
     if "content" in message and "content" not in plain and plain["role"] != "assistant":
         raise InputError(f"{content!r} is null", field=content, remedy=_CONTENT, code="null")
@@ -157,11 +165,11 @@ def _message(message: object, index: int) -> dict[str, Any]:
 
 
 def _open_final(chat: list[dict[str, Any]], source: str) -> str:
-    """Marks the end of the last message in `chat`, and returns the text of that message."""
+    """Mark the end of the last message in `chat`, and return the text of that message without the mark."""
     content = chat[-1].get("content")
     if not isinstance(content, str) or "content" not in source:
         raise InputError(
-            "continue_final_message needs a last message whose content is a text",
+            "continue_final_message needs a last message with a text as content",
             field=f"messages[{len(chat) - 1}].content",
             remedy="give it as a string, or leave the option out",
             code="wrong_type",
@@ -171,7 +179,7 @@ def _open_final(chat: list[dict[str, Any]], source: str) -> str:
 
 
 def _close_final(text: str, final: str) -> str:
-    """Returns the rendered text up to the end of the last message."""
+    """Return the rendered text up to the end of the last message."""
     tag = text.rfind(_CONTINUE.strip())
     if tag < 0 or final.strip() not in text:
         raise InputError(

@@ -1,9 +1,9 @@
-"""Prompts of decisions: a state and a typed question become the token ids before which the answer is read.
+"""Prompts of decisions: a state and a typed question become token ids; the answer is read after them.
 
-The default prompt, the settings files and the treatment of control tokens are those of transformers
-5.24: `decision.json` and `decision_template.jinja` beside the weights. A template renders one `question`, or all
-`questions` of a state, writes `<|mark|>` where an answer is read, and `<|split|>` where two texts are encoded apart. A
-prompt without a mark is read at its end.
+The default prompt, the settings files and the handling of control tokens follow transformers 5.24, with `decision.json`
+and `decision_template.jinja` beside the weights. A template renders one `question`, or all `questions` of a state. It
+writes `<|mark|>` at each place at which an answer is read, and `<|split|>` between two texts that are encoded
+separately. A prompt without a mark is read at its end.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 MARK, SPLIT = "<|mark|>", "<|split|>"
 CONFIG, TEMPLATE = "decision.json", "decision_template.jinja"
 LETTERS = tuple(string.ascii_uppercase)
-# vLLM's labels (0.32), by kind of question, and its last lines.
+# Labels of vLLM 0.32 by kind of question; below, the last lines of its prompts.
 VLLM_LABELS = {"noul": ("yes", "no"), "choice": LETTERS, "score": tuple(string.digits)}
 _VLLM_CLOSINGS = {
     "noul": "Answer with yes or no only.",
     "choice": "Answer with the letter of one option only.",
     "score": "Answer with the number of one level only.",
 }
-# They stand around a control token that a request holds. A request's own letters of this kind are dropped.
+# These letters enclose a control token that came with a request. The same letters in a request's own text are dropped.
 _BEGIN, _END = "\U000f0000", "\U000f0001"
-_NAME = "\U000f0002"  # begins the name of an image
+_NAME = "\U000f0002"  # first letter of an image's name
 _HIDDEN = re.compile(f"{_BEGIN}([0-9]+){_END}")
 
 
 class ShownQuestion(TypedDict):
-    """A question as templates see it, with its options in the order of the prompt."""
+    """A question as templates see it. The options are in the order of the prompt."""
 
     name: str
     type: str
@@ -53,44 +53,33 @@ class ShownQuestion(TypedDict):
 
 
 class Token(str):
-    """A piece of a prompt in which control tokens are control tokens."""
+    """A piece of a prompt in which control tokens are encoded as control tokens."""
 
 
 @dataclass(frozen=True)
 class DecisionSettings:
-    """How a model's decisions are asked for and read.
+    """How to ask a model for decisions, and how to read them."""
 
-    Attributes:
-        labels: {kind of question: its labels, one token each}; by default Yes and No, or A to Z
-        temperature: {kind of question: what the logits of its labels are divided by}
-        template: a Jinja template in place of the default prompt
-        write: write(state, questions) returns the pieces of the prompt, in place of a template; control tokens are
-            control tokens only in the pieces that are Token
-        joint: whether `write` takes all questions of a state at once
-        tokens: the control tokens that `write` writes
-        noul_options: in which order a prompt has the options of a yes/no question
-        escapes: whether control tokens in a request stay text
-        adapter: the folder, beside the weights, of a LoRA adapter that has to be loaded
-    """
-
-    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    temperature: Mapping[str, float] = field(default_factory=dict)
-    template: str | None = None
-    noul_options: tuple[str, ...] = ("true", "false")
-    escapes: bool = True
-    adapter: str | None = None
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # kind of question -> labels of one token each
+    temperature: Mapping[str, float] = field(default_factory=dict)  # kind of question -> divisor of the label logits
+    template: str | None = None  # a Jinja template that replaces the default prompt
+    noul_options: tuple[str, ...] = ("true", "false")  # order of the options of a yes/no question in the prompt
+    escapes: bool = True  # encode control tokens in a request as plain text
+    adapter: str | None = None  # folder beside the weights with a LoRA adapter that must be loaded
+    # write(state, questions) returns the pieces of the prompt and replaces a template. Only pieces of type Token may
+    # contain control tokens.
     write: Callable[[object, Sequence[ShownQuestion]], Sequence[str]] | None = None
-    joint: bool = False
-    tokens: str = ""
+    joint: bool = False  # `write` puts all questions of a state in one prompt
+    tokens: str = ""  # the control tokens that `write` uses
 
     @property
     def is_own(self) -> bool:
-        """Return whether the model has a prompt of its own, in place of one in the chat template."""
+        """Return True if the checkpoint defines its own prompt, so that the chat template is not used."""
         return self.template is not None or self.write is not None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> DecisionSettings:
-        """Return the settings of a checkpoint. Raise CheckpointError if decision.json is not as it should be."""
+        """Return the settings of a checkpoint. Raise CheckpointError for invalid values in decision.json."""
         values = read_object(checkpoint, CONFIG, keys="")
         path = checkpoint.file(TEMPLATE)
         template = None if path is None else path.read_text(encoding="utf-8")
@@ -122,7 +111,7 @@ class DecisionSettings:
 
 
 def check_labels(checkpoint: Checkpoint, tokenizer: Tokenizer, settings: DecisionSettings) -> None:
-    """Raise CheckpointError for labels of decision.json that are not distinct single tokens."""
+    """Raise CheckpointError if labels of decision.json are not distinct single tokens."""
     encoder = DecisionEncoder(tokenizer, settings)
     for kind, labels in settings.labels.items():
         ids = [encoder.label_id(label) for label in labels]
@@ -130,18 +119,18 @@ def check_labels(checkpoint: Checkpoint, tokenizer: Tokenizer, settings: Decisio
         if wrong:
             used = ", ".join(map(repr, wrong[:5]))
             raise CheckpointError(
-                f"{checkpoint.name}: labels of {CONFIG} has for {kind} questions {used}, which the tokenizer does not "
-                "encode as a token of its own; give each option a label that is one token"
+                f"{checkpoint.name}: {CONFIG} has labels for {kind} questions that are repeated or not a single token: "
+                f"{used}; give each option a different label of one token"
             )
 
 
 def is_temperature(value: object) -> bool:
-    """Return whether a value is a number above 0."""
+    """Return True for a finite number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def written(value: object) -> str:
-    """Return a text as it is, nothing for None, and any other JSON value as JSON."""
+    """Return a text unchanged, "" for None, and any other JSON value as JSON."""
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -151,7 +140,7 @@ def default_prompt(
 ) -> str:  # fmt: skip
     """Return the user's message of the default prompt: the state, an empty line, the question with its options.
 
-    With first="question" the question stands first, and the state behind an empty line.
+    With first="question", the question comes first, then an empty line and the state.
     """
     lines = [written(instructions)]
     for label, option, description in zip(labels, options, descriptions, strict=True):
@@ -175,16 +164,17 @@ def vllm_prompt(
     state: object, kind: str, instructions: object, options: Sequence[str], labels: Sequence[str],
     descriptions: Sequence[object], first: str = "state",
 ) -> str:  # fmt: skip
-    """Return the user's message of vLLM's prompt (0.32): the state, the question, an option a line, what to answer.
+    """Return the user's message of vLLM's prompt (0.32).
 
-    vLLM writes instructions and descriptions that are not texts as Python does, not as JSON.
+    The message has the state, the question, one option per line, and the instruction for the answer. vLLM writes
+    instructions and descriptions that are not texts with Python's str(), not as JSON.
     """
     lines = [f"Question: {_as_vllm(instructions)}"] if _as_vllm(instructions) else []
     for label, option, description in zip(labels, options, descriptions, strict=True):
         said = _as_vllm(description)
         if kind == "choice":
             lines.append(f"{label}: {option} - {said}" if said else f"{label}: {option}")
-        else:  # a level is its description; yes and no stand alone without one
+        else:  # levels show their description; yes and no without a description show the label only
             lines.append(f"{label}: {said}" if said or kind == "score" else label)
     question = "\n".join([*lines, _VLLM_CLOSINGS[kind]])
     return f"{written(state)}\n\n{question}" if first == "state" else f"{question}\n\n{written(state)}"
@@ -199,25 +189,20 @@ Encode = Callable[[str], np.ndarray]
 
 @dataclass(frozen=True)
 class Rendered:
-    """A Rendered is the text of a prompt.
+    """The text of a prompt."""
 
-    Attributes:
-        text: with shielded control tokens, and the model's placeholder for each image
-        shown: the names of these images, in order
-    """
-
-    text: str
-    shown: Sequence[str] = ()
+    text: str  # control tokens of requests are shielded; each image is the model's placeholder
+    shown: Sequence[str] = ()  # the names of the images, in order
 
 
 class Named(str):
-    """The name of an image, in a text."""
+    """The name of an image in a text."""
 
 
 class ImageNames:
-    """Makes texts that may stand for images in a JSON value: none of them occurs in it.
+    """Names for images in a JSON value; no name occurs in the value itself.
 
-    A name has the field of its image in it, which errors show.
+    Each name contains the field of its image, for error messages.
     """
 
     def __init__(self, beside: object):
@@ -230,13 +215,13 @@ class ImageNames:
 
 
 def image_field(name: str) -> str:
-    """Return the field of an image by its name."""
+    """Return the field of an image, given its name."""
     made = name.startswith(_NAME) and name.endswith(_END)
     return name.strip(_NAME + _END) if made else f"images[{name!r:.100}]"
 
 
 def _pieces(text: str, names: Sequence[str]) -> list[str | Named]:
-    """Return a text in pieces. Pieces that stand for images are Named. No piece is empty; an empty text is."""
+    """Split a text at the names of images, which become Named pieces. No piece is empty, unless the text is."""
     if not names:
         return [text]
     parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
@@ -245,9 +230,10 @@ def _pieces(text: str, names: Sequence[str]) -> list[str | Named]:
 
 
 class DecisionEncoder:
-    """A DecisionEncoder renders prompts of decisions and encodes them.
+    """Renders and encodes prompts of decisions.
 
-    Control tokens of a request are encoded as plain text, each apart from the text around it, as transformers does it.
+    Control tokens of a request are encoded as plain text, each separately from the text around it, like in
+    transformers.
     """
 
     def __init__(self, tokenizer: Tokenizer, settings: DecisionSettings):
@@ -259,12 +245,12 @@ class DecisionEncoder:
 
     @cached_property
     def takes_all(self) -> bool:
-        """Return whether all questions of a state are in one prompt."""
+        """True if all questions of a state share one prompt."""
         return self.settings.joint if self.settings.template is None else "questions" in self._names
 
     @cached_property
     def _names(self) -> Collection[str]:
-        """Return the names that the template looks up."""
+        """The names that the template looks up."""
         from .sandbox import compile_template
 
         assert self.settings.template is not None
@@ -272,7 +258,7 @@ class DecisionEncoder:
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
-        """Match the control tokens: special ones, the sentinels, and added ones that the template writes."""
+        """The pattern of control tokens: special tokens, the sentinels, and added tokens that the template writes."""
         from .sandbox import literals
 
         added = self.tokenizer.backend.get_added_tokens_decoder().values()
@@ -286,7 +272,7 @@ class DecisionEncoder:
         return re.compile(f"{_BEGIN}({self._control.pattern}){_END}|[{_BEGIN}{_END}]")
 
     def shielded(self, value: object) -> object:
-        """Return a JSON value in whose texts each control token stands between the two letters."""
+        """Return a JSON value in which `_BEGIN` and `_END` enclose each control token."""
         if isinstance(value, str):
             bare = value.replace(_BEGIN, "").replace(_END, "")
             return self._control.sub(lambda match: _BEGIN + match[0] + _END, bare)
@@ -298,10 +284,13 @@ class DecisionEncoder:
         self, text: str, names: Sequence[str] = (), *, parts: bool = False, system: str | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> Rendered:  # fmt: skip
-        """Return the prompt of a user's message, in the chat template, up to where the assistant's answer begins.
+        """Return the chat prompt of a user's message, up to the start of the assistant's answer.
 
-        names: the texts that stand for images; parts: whether the content is a list of parts, as it is for a model that
-        sees images; system: the text of a message before; variables: further ones of the chat template
+        Args:
+            names: The texts that stand for images.
+            parts: Pass the content as a list of parts, as templates of models with image input expect.
+            system: The text of a system message before the user's message.
+            variables: Further variables of the chat template.
         """
         pieces = _pieces(text, names)
         content: Any = self._plain_text(text)
@@ -316,14 +305,14 @@ class DecisionEncoder:
         return Rendered(rendered, [str(piece) for piece in pieces if isinstance(piece, Named)])
 
     def _part(self, piece: str | Named) -> dict[str, object]:
-        """Return a piece of a text as a part of a message, in which control tokens are shielded."""
+        """Return a piece of a text as a part of a message, with shielded control tokens."""
         return {"type": "image"} if isinstance(piece, Named) else {"type": "text", "text": self._plain_text(piece)}
 
     def _plain_text(self, text: str) -> object:
         return self.shielded(text) if self.settings.escapes else text.replace(MARK, "").replace(SPLIT, "")
 
     def templated(self, names: Sequence[str] = (), **values: object) -> Rendered:
-        """Return the text of the checkpoint's own template. names: the texts that stand for images"""
+        """Return the text of the checkpoint's own template. `names` are the texts that stand for images."""
         from .sandbox import write
 
         assert self.settings.template is not None
@@ -336,9 +325,9 @@ class DecisionEncoder:
         return Rendered(text, found)
 
     def _inserted(self, value: object, names: Sequence[str], found: list[str]) -> object:
-        """Return a JSON value in which a text with an image is a list of parts, as transformers gives it to templates.
+        """Return a JSON value in which each text with an image is a list of parts, as templates of transformers expect.
 
-        found: a list to which the images' names are added, in order
+        The names of the images are appended to `found`, in order.
         """
         if isinstance(value, dict):
             return {key: self._inserted(item, names, found) for key, item in value.items()}
@@ -354,23 +343,25 @@ class DecisionEncoder:
         return self.shielded(value) if self.settings.escapes else value
 
     def written(self, state: object, questions: Sequence[ShownQuestion]) -> Rendered:
-        """Return the text of the prompt that the settings' own function writes."""
+        """Return the text of the prompt that the settings' `write` function returns."""
         assert self.settings.write is not None
         pieces = self.settings.write(state, questions)
         texts = [piece if isinstance(piece, Token) else self.shielded(piece) for piece in pieces]
         return Rendered("".join(map(str, texts)))
 
     def is_plain(self, text: str) -> bool:
-        """Return whether the tokenizer alone encodes a rendered text: it holds no shielded token and no sentinel."""
+        """Return True if the tokenizer can encode a rendered text directly: no shielded tokens, no sentinels."""
         return _BEGIN not in text and _END not in text and MARK not in text and SPLIT not in text
 
     def encode(
         self, text: str, expand: Callable[[str, Encode], np.ndarray] | None = None
     ) -> tuple[np.ndarray, list[int]]:
-        """Return (the ids of a rendered text, int32 [n]; the places before which answers are read).
+        """Return the ids of a rendered text, int32 [n], and the places before which answers are read.
 
-        expand(text, encode) puts the rows of images into a text in which shielded tokens are hidden, and returns the
-        ids that `encode` makes of it; None: there are no images
+        Args:
+            text: The rendered text.
+            expand: expand(text, encode) replaces image placeholders in a text with hidden shielded tokens, and returns
+                the ids from `encode`. None for prompts without images.
         """
         if expand is None:
             ids = self._encode_marked(text)
@@ -400,7 +391,10 @@ class DecisionEncoder:
         return np.asarray(ids, dtype=np.int32)
 
     def _behind_line(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Return the ids of a piece from within a text: SentencePiece would put a space before a text's first word."""
+        """Return the ids of a piece inside a text.
+
+        SentencePiece would put a space before the first word, so the piece is encoded behind a newline.
+        """
         line = self._plain("\n")
         ids = encode("\n" + piece)
         return ids[len(line) :] if ids[: len(line)] == line else encode(piece)
@@ -410,7 +404,7 @@ class DecisionEncoder:
         return ids
 
     def _bare(self, text: str) -> list[int]:
-        """Return the ids of a text in which no added token is recognised."""
+        """Return the ids of a text without recognising added tokens."""
         backend = self._backend
         if backend.normalizer is not None:
             text = backend.normalizer.normalize_str(text)
@@ -421,7 +415,7 @@ class DecisionEncoder:
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
-        """A copy of the tokenizer that knows the sentinels."""
+        """A copy of the tokenizer with the sentinels as special tokens."""
         import tokenizers
 
         backend = tokenizers.Tokenizer.from_str(self.tokenizer.backend.to_str())
@@ -435,7 +429,7 @@ class DecisionEncoder:
         return ids[MARK], ids[SPLIT]
 
     def label_id(self, label: str) -> int | None:
-        """Return the id of a label that is one known token; None for any other."""
+        """Return the id of a label that is one known token, else None."""
         ids = self.tokenizer.encode(label, special=False).tolist()
         unknown = self.tokenizer.special_tokens.get("unk_token")
         return ids[0] if len(ids) == 1 and ids[0] != (unknown and self.tokenizer.token_id(unknown)) else None
@@ -448,7 +442,7 @@ def _without_sentinels(value: object) -> object:
 
 
 def check_template(source: str) -> None:
-    """Raise InputError unless a template looks up `question` or `questions`, and `state`."""
+    """Raise InputError unless a template looks up `state`, and `question` or `questions`."""
     from .sandbox import compile_template
 
     names = compile_template(source)[1]

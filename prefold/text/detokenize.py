@@ -1,11 +1,10 @@
-"""Turns tokens into text as they come, up to the first stop text.
+"""Turn tokens into text as they arrive, up to the first stop text.
 
-A stream gives exactly the text that the tokenizer's `decode(ids, skip_special)` gives for all ids, in parts, and each
-part as soon as no later token can change it. Language models have two kinds of tokenizer, and for both of them the
-text of a token is known from the token alone, so that the work a token does not grow with the text: the tokens of
-byte-level tokenizers are bytes, and those of SentencePiece tokenizers are texts and single bytes (<0xE6>). Tokenizers
-of other kinds decode the last few tokens again for every token.
-`tokenizers.decoders.DecodeStream` is not used, because it raises for bytes that are not UTF-8, which models do write.
+A stream returns exactly the text of the tokenizer's `decode(ids, skip_special)`, in parts. It returns each part as soon
+as no later token can change it. Two kinds of tokenizers are common in language models: tokens of byte-level tokenizers
+are bytes, and tokens of SentencePiece tokenizers are texts and single bytes (<0xE6>). In both, a token alone determines
+its text, so the work per token does not grow with the text. For other tokenizers, each token decodes the last few
+tokens again. `tokenizers.decoders.DecodeStream` is not used: it raises for invalid UTF-8, which models do generate.
 """
 
 from __future__ import annotations
@@ -21,64 +20,64 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-# Tokens that `_ByWindow` looks back at, and the most that it holds back as an incomplete letter.
+# How many tokens `_ByWindow` decodes again, and the limit on tokens that it holds back as an incomplete letter.
 WINDOW = 8
 
 
 class Detokenizer:
-    """A Detokenizer makes a TextStream for each sample; the streams share a table of the tokens' texts."""
+    """Creates a TextStream per sample. All streams share a table of the tokens' texts."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._pieces = cache(partial(_pieces, tokenizer))
 
     def stream(self, stop: Sequence[str] = (), min_tokens: int = 0, *, skip_special: bool = True) -> TextStream:
-        """Returns the stream of a new sample.
+        """Return the stream of a new sample.
 
-        stop          the stop texts
-        min_tokens    a stop text that is complete within the first `min_tokens` tokens does not count
-        skip_special  whether special tokens have no text
+        Args:
+            stop: The stop texts.
+            min_tokens: Ignore a stop text that is complete within this many first tokens.
+            skip_special: Special tokens have no text.
         """
         return TextStream(self._pieces(skip_special)(), stop, min_tokens)
 
 
 class TextStream:
-    """A TextStream holds the text of one sample, up to the first stop text.
-
-    text         what was given out so far
-    stopped      the stop text that ended it, None while there is none
-    num_tokens   the number of tokens that the text comes from: all, or, once a stop text was found, those that gave
-                 something before it. A token that gave both the end of the text and the beginning of the stop counts
-    num_given    the number of its first tokens of whose letters some were given out: a stop text that comes later does
-                 not take these tokens away
-    """
+    """The text of one sample, up to the first stop text."""
 
     def __init__(self, pieces: Pieces, stop: Sequence[str], min_tokens: int):
         self._pieces = pieces
         self._finder = StopFinder(stop)
         self._min_tokens = min_tokens
-        self._starts: list[int] = []  # for each token, the letters of the text before its first one
+        self._starts: list[int] = []  # for each token, the number of letters before its first letter
         self._letters = 0
         self._num_given = 0
         self._parts: list[str] = []
 
     @property
     def text(self) -> str:
+        """The text returned so far."""
         return "".join(self._parts)
 
     @property
     def stopped(self) -> str | None:
+        """The stop text that ended the sample; None before that."""
         return self._finder.stop
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens behind the text: all, or, after a stop text, the tokens with letters before the stop.
+
+        A token with both the end of the text and the start of the stop counts.
+        """
         return len(self._starts) if self._finder.start is None else bisect_left(self._starts, self._finder.start)
 
     @property
     def num_given(self) -> int:
+        """The number of tokens with at least one letter returned already. A later stop text cannot remove them."""
         return bisect_left(self._starts, self._num_given)
 
     def add(self, token: int) -> str:
-        """Takes a token, and returns the text that is certain now. Do not call it after a stop text."""
+        """Add a token and return the text that is now certain. Do not call it after a stop text."""
         more = self._pieces.add(token)
         self._starts.append(self._letters + self._pieces.start)
         self._letters += len(more)
@@ -86,7 +85,7 @@ class TextStream:
         return self._give(self._finder.add(more, self._pieces.likely_text, search=search))
 
     def finish(self) -> str:
-        """Ends the tokens, and returns the rest of the text: "" after a stop text."""
+        """End the sample and return the rest of the text: "" after a stop text."""
         if self.stopped is not None:
             return ""
         search = len(self._starts) > self._min_tokens
@@ -101,28 +100,31 @@ class TextStream:
 
 
 class StopFinder:
-    """A StopFinder looks for stop texts in a text that comes in parts, and passes on what can no longer be part of one.
+    """Search for stop texts in a text that arrives in parts, and pass on letters that cannot belong to a stop text.
 
-    Of several stops the one that ends first is found, and of those that end at the same place the longest. That does
-    not depend on how the text is parted.
+    The earliest-ending stop text wins; among stops with the same end, the longest. The result does not depend on how
+    the text is divided into parts.
 
-    stop   the stop text that was found, None while there is none
-    start  where it begins: letters of the whole text before it
+    Attributes:
+        stop: The stop text that was found, or None.
+        start: Where this stop text starts, in letters from the start of the whole text.
     """
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
         self.stop: str | None = None
         self.start: int | None = None
-        self._tail = ""  # the end of the text, which may be the beginning of a stop
+        self._tail = ""  # end of the text that may be the start of a stop
         self._num_passed = 0  # letters of the text before `_tail`
-        self._free = 0  # a stop that ends within the first so many letters does not count
+        self._free = 0  # ignore a stop that ends within this many first letters
 
     def add(self, text: str, likely_text: str = "", *, search: bool = True) -> str:
-        """Takes more text, and returns the text that certainly precedes any stop; with a stop, the text up to it.
+        """Add text, and return the text that certainly precedes any stop. If a stop is found, return the text up to it.
 
-        likely_text  text that is likely to follow. It is searched too, and returned where it stands before a stop
-        search       False: a stop that is complete within this text does not count
+        Args:
+            text: The new text.
+            likely_text: Text that likely follows. It is searched too, and returned if it precedes a stop.
+            search: If False, ignore a stop that is complete within this text.
         """
         if not self.stops:
             return text
@@ -135,7 +137,7 @@ class StopFinder:
         return self._pass(len(self._tail) - self._beginning(self._tail))
 
     def finish(self) -> str:
-        """Ends the text, and returns the text that was held back."""
+        """End the text and return the text that was held back."""
         return self._pass(len(self._tail))
 
     def _pass(self, count: int) -> str:
@@ -155,7 +157,7 @@ class StopFinder:
         return True
 
     def _beginning(self, text: str) -> int:
-        """Returns the length of the longest end of `text` that is the beginning of a stop."""
+        """Return the length of the longest suffix of `text` that is the start of a stop."""
         best = 0
         for stop in self.stops:
             start = max(0, len(text) - len(stop) + 1)
@@ -167,24 +169,20 @@ class StopFinder:
 
 
 class Pieces(Protocol):
-    """A Pieces decodes the tokens of one sample, one after the other.
+    """Decoder of the tokens of one sample, one token after the other."""
 
-    likely_text  complete letters that a later token could still change
-    start        where the last token's first letter lies: letters after the text that was certain before this token
-    """
-
-    likely_text: str
-    start: int
+    likely_text: str  # complete letters that a later token may still change
+    start: int  # first letter of the last token, counted from the text that was certain before this token
 
     def add(self, token: int) -> str:
-        """Takes a token, and returns the text that became certain with it."""
+        """Add a token and return the text that is now certain."""
 
     def finish(self) -> str:
-        """Returns the rest of the text, as it is when no token follows."""
+        """Return the rest of the text, given that no token follows."""
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Return a function that returns the bytes of a token, as they are within a text. Special tokens have theirs."""
+    """Return a function from a token to its bytes within a text. Special tokens have their text as bytes."""
     kind, steps = _decoding(tokenizer)
     name_of = tokenizer.backend.id_to_token
     if kind == "bytes":
@@ -217,7 +215,7 @@ def _pieces(tokenizer: Tokenizer, skip_special: bool) -> Callable[[], Pieces]:
 
 
 def _decoding(tokenizer: Tokenizer) -> tuple[Literal["bytes", "texts", "other"], list[dict[str, Any]]]:
-    """Return what the tokens of a tokenizer stand for, and the steps of its decoder."""
+    """Return the kind of a tokenizer's tokens, and the steps of its decoder."""
     state = tokenizer.backend.decoder
     decoder = {"type": None} if state is None else json.loads(state.__getstate__())
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -232,14 +230,14 @@ def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _kind(step: dict) -> str:
-    """Returns the type of a decoder, or "unknown" if this module cannot handle its settings."""
+    """Return the type of a decoder, or "unknown" if this module cannot handle its settings."""
     kind = step["type"]
     is_handled = (kind != "Replace" or "String" in step["pattern"]) and (kind != "Strip" or not step["stop"])
     return str(kind) if is_handled else "unknown"
 
 
 class _Table(dict):
-    """A _Table keeps what `make` returns for each token, and calls it when a token is first looked up."""
+    """Cache of `make(token)` per token; `make` is called at the first lookup."""
 
     def __init__(self, make: Callable[[int], Any]):
         super().__init__()
@@ -251,8 +249,10 @@ class _Table(dict):
 
 
 def _byte_letters() -> dict[str, int]:
-    """Returns {letter: byte} of byte-level tokens: printable bytes are themselves, the others are letters from
-    U+0100 on."""
+    """Return {letter: byte} of byte-level tokens.
+
+    A printable byte is its own letter; the other bytes have letters from U+0100 on.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -265,12 +265,12 @@ def _bytes(name: str | None) -> bytes:
     if name is None:
         return b""
     codes = [_BYTES.get(letter) for letter in name]
-    # The name of an added token that is not written in byte-level letters is its text.
+    # An added token with other letters in its name is its own text.
     return name.encode() if None in codes else bytes(codes)
 
 
 class _ByteLevel:
-    """A _ByteLevel decodes tokens that are bytes: the text is their UTF-8, with U+FFFD for bytes that are not UTF-8."""
+    """Decodes tokens that are bytes, as UTF-8. Invalid bytes become U+FFFD."""
 
     likely_text = ""
 
@@ -281,7 +281,7 @@ class _ByteLevel:
 
     def add(self, token: int) -> str:
         data = self._table[token]
-        # The bytes of a letter that is not completed become one U+FFFD.
+        # The bytes of an incomplete letter become one U+FFFD.
         breaks_off = bool(data) and not 0x80 <= data[0] < 0xC0
         self.start = 1 if breaks_off and self._decoder.getstate()[0] else 0
         return self._decoder.decode(data)
@@ -291,7 +291,7 @@ class _ByteLevel:
 
 
 def _replaced(name: str | None, pairs: list[tuple[str, str]]) -> str | int | None:
-    """Returns a token's text, or its byte as a number, or None for a token that has no text."""
+    """Return a token's text, its byte as an int, or None for a token without text."""
     if name is None:
         return None
     for old, new in pairs:
@@ -305,19 +305,19 @@ def _replaced(name: str | None, pairs: list[tuple[str, str]]) -> str | int | Non
 
 
 class _ByteFallback:
-    """A _ByteFallback decodes tokens that are texts or single bytes. A run of bytes is decoded as UTF-8; if it is not
-    UTF-8, each of its bytes becomes U+FFFD.
+    """Decodes tokens that are texts or single bytes.
 
-    Because of that, the text of a run is not certain before the run has ended.
+    A run of bytes is decoded as UTF-8; if it is invalid, each of its bytes becomes U+FFFD. So the text of a run is
+    certain only when the run has ended.
     """
 
     def __init__(self, table: _Table, strips: Sequence[tuple[str, int]]):
-        """Starts a text. strips: (letter, how many of it at most are left out at the beginning of the text)."""
+        """Start a text. `strips` are pairs (letter, how many of it are removed at most at the start of the text)."""
         self._table = table
         self._strips = list(strips)
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._size = 0  # bytes of the current run
-        self._run: str | None = ""  # complete letters of the current run; None when it is not UTF-8
+        self._run: str | None = ""  # complete letters of the current run; None if it is not valid UTF-8
         self.likely_text = ""
         self.start = 0
 
@@ -358,8 +358,7 @@ class _ByteFallback:
 
 
 def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple[str, int]]]:
-    """Returns (a text without the letters that `strips` removes from its beginning, the strips for the text after
-    it)."""
+    """Remove the letters of `strips` from the start of a text. Return it, and the strips for the text after it."""
     remain = []
     for letter, count in strips:
         size = len(text)
@@ -370,20 +369,22 @@ def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple
 
 
 class _ByWindow:
-    """A _ByWindow decodes with any decoder for which the text of a token depends on few tokens before it: the last
-    tokens are decoded with and without the newest one."""
+    """Works with any decoder if a token's text depends only on a few tokens before it.
+
+    The last tokens are decoded with and without the newest token.
+    """
 
     likely_text = ""
     start = 0
 
     def __init__(self, tokenizer: Tokenizer, names: _Table):
-        self._decode = tokenizer.decode  # of ids without special tokens that are skipped
+        self._decode = tokenizer.decode
         self._names = names
         self._ids: list[int] = []
-        self._num_settled = 0  # how many of these ids, from the first, have had their text given out
+        self._num_settled = 0  # how many of these ids, from the first, have their text returned already
 
     def add(self, token: int) -> str:
-        if self._names[token] is None:  # a special token: it has no text, so later tokens need not look back at it
+        if self._names[token] is None:  # a special token without text
             return ""
         self._ids.append(token)
         text = self.finish()

@@ -1,5 +1,7 @@
-"""Reads columns of a record as text, by templates such as "Question: {question}" or by column names. A path names a
-column, or something inside it: `passages.text`, `choices.0`. An InputError names the column."""
+"""Read columns of a record as text, by column name or by a template such as "Question: {question}".
+
+A path names a column or a value inside it: `passages.text`, `choices.0`. Each InputError names the column.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from ..errors import InputError, JobError
 from .prompts import FilledTemplate
 from .valid import valid_text
 
-# The deepest nesting of a record. Code that walks a record by recursion must not reach the end of Python's stack.
+# The deepest nesting of a record. Recursive code that walks a record must not exhaust Python's stack.
 MAX_DEPTH = 200
 _MISSING = object()
 
 
 def lookup(data: dict[str, Any], path: str) -> Any:
-    """Returns the value at `path`: of the column with this very name, else of a dotted path into nested values.
+    """Return the value at `path`: the column with exactly this name, else the nested value at a dotted path.
 
-    A name that meets a list is looked up in each of its elements. Raises InputError when there is no such value.
+    A name that meets a list is looked up in each of its elements. Raise InputError if there is no value.
     """
     value = data.get(path, _MISSING)
     if value is _MISSING and "." in path:
@@ -50,14 +52,14 @@ def _walk(value: Any, parts: Sequence[str]) -> Any:
 
 
 def is_empty(value: Any) -> bool:
-    """Returns whether a value stands for no value: null, NaN (which data frames write for it), or an empty text."""
+    """Return True for null, NaN (which data frames write for null) and an empty text."""
     return value is None or value == "" or (isinstance(value, float) and value != value)
 
 
 def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
-    """Returns a text as it is, and a number, date or time written out. Raises InputError for anything else.
+    """Return a text unchanged, and a number, date or time as text. Raise InputError for other types.
 
-    keep_empty: return an empty text for a value that `is_empty`, which is an error otherwise.
+    An empty value (see `is_empty`) is an error, unless `keep_empty` asks for an empty text.
     """
     if is_empty(value):
         if keep_empty:
@@ -74,10 +76,10 @@ def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
 
 
 def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
-    """Returns the texts of a list, whose elements are texts, or objects with a "text" like documents of rerank
-    requests.
+    """Return the texts of a list of texts, or of objects with a "text" such as the documents of rerank requests.
 
-    keep_empty: see `as_text`. Raises InputError for what is no list, an empty list, and elements of other kinds.
+    Raise InputError if the value is no list or is an empty list, or if an element has another type. For `keep_empty`,
+    see `as_text`.
     """
     if not isinstance(value, list):
         as_text(value, field)
@@ -89,10 +91,10 @@ def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
 
 
 def without_filler(value: Any) -> Any:
-    """Return a value of Arrow without the null fields of its structs.
+    """Return an Arrow value without the null fields of its structs.
 
-    All structs of an Arrow column have the same fields, so a field that one row lacks is null in it. A chat template
-    would write these nulls into the prompt. Nulls in lists stay.
+    All structs of an Arrow column have the same fields, so a field that one row lacks is null. A chat template would
+    write these nulls into the prompt. Nulls in lists stay.
     """
     if isinstance(value, dict):
         return {name: without_filler(inner) for name, inner in value.items() if inner is not None}
@@ -100,7 +102,7 @@ def without_filler(value: Any) -> Any:
 
 
 def parse_cell(value: Any, field: str) -> Any:
-    """Returns the value of a text that is JSON, like cells of a CSV; any other value or text as it is."""
+    """Parse a text that is JSON, such as a CSV cell. Return any other text or value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -111,10 +113,12 @@ def parse_cell(value: Any, field: str) -> Any:
 
 
 def check_depth(value: Any, brackets: int, subject: str, field: str | None = None) -> Any:
-    """Returns `value`, which was read from JSON. Raises InputError where it nests deeper than MAX_DEPTH.
+    """Return `value` unchanged. Raise InputError if it nests deeper than MAX_DEPTH.
 
-    brackets  opening brackets in the JSON: where they are few, the value need not be looked at
-    subject   the name of the value in the message
+    Args:
+        value: A value parsed from JSON.
+        brackets: Number of opening brackets in the JSON. If it is small, the value is not walked.
+        subject: Name of the value in the error message.
     """
     if brackets <= MAX_DEPTH:
         return value
@@ -129,12 +133,14 @@ def check_depth(value: Any, brackets: int, subject: str, field: str | None = Non
 
 
 class Template:
-    """A Template makes text from a record; it is the value of an option such as --prompt.
+    """Text from a record; the value of an option such as --prompt.
 
-    text    with braces, a template whose {fields} are columns ({{ and }} are braces); without any, the name of a column
-    option  the option's name, for messages
+    Args:
+        text: A template with columns as {fields} ({{ and }} are literal braces), or, without braces, a column's name.
+        option: Name of the option in error messages.
 
-    Raises JobError where the text is no template.
+    Raises:
+        JobError: The text is not a valid template.
     """
 
     def __init__(self, text: str, option: str):
@@ -150,9 +156,9 @@ class Template:
         return list(dict.fromkeys(path for _, path in self._parts if path is not None))
 
     def render(self, data: dict[str, Any], keep_empty: bool = False) -> str:
-        """Returns the template's text for a record: a `FilledTemplate` if it has several columns.
+        """Return the template's text for a record; a template with fields returns a `FilledTemplate`.
 
-        keep_empty: see `as_text`. Raises InputError where a column is missing or holds no text.
+        Raise InputError if a column is missing or has no text. For `keep_empty`, see `as_text`.
         """
         if self.column is not None:
             return as_text(lookup(data, self.column), self.column, keep_empty)
@@ -164,7 +170,7 @@ class Template:
         return FilledTemplate(out)
 
     def render_many(self, data: dict[str, Any], keep_empty: bool = False) -> str | list[str]:
-        """Returns the text of `render`, or the texts of a bare column whose value is a list."""
+        """Return the text of `render`, or the texts of a list if the template is a bare column name."""
         if self.column is not None:
             value = lookup(data, self.column)
             if isinstance(value, list):

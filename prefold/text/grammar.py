@@ -1,9 +1,9 @@
 """Structured output: a grammar determines which tokens may come next, so that the text matches the grammar.
 
-The library is llguidance. It reads JSON schemas, regular expressions and Lark grammars, compiles one in well under a
-millisecond and computes a mask in some ten microseconds, so that nothing need be prepared, and it is one wheel without
-dependencies. (xgrammar depends on transformers and Triton; outlines-core has regular expressions only, and builds an
-index of the whole vocabulary for each.)
+The library is llguidance. It reads JSON schemas, regular expressions and Lark grammars. It compiles a grammar in well
+under 1 ms and computes a mask in about 10 microseconds, so nothing is prepared in advance. It is one wheel without
+dependencies. (xgrammar depends on transformers and Triton. outlines-core supports only regular expressions, and builds
+an index of the whole vocabulary for each.)
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .valid import valid_text
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-# Compiled grammars that are kept. The prompts of a job mostly share one, or have one each.
+# Limit on cached compiled grammars. The prompts of a job mostly share one grammar, or each has its own.
 CACHED = 256
-# States of a compiled expression that are kept, of 1 to 2 KB each: they are made as texts need them. The library bounds
-# the time: it spends some 20 ms on an expression that it compiles, and as much on a mask.
+# Limit on the cached states of a compiled expression, 1 to 2 KB each. A state is created when a text needs it. The
+# library itself limits time: about 20 ms to compile an expression, and as much for a mask.
 MOST_STATES = 50_000
-# Items of the library's parser at one place of a text: four for each property that may come next. A tool of 3,000
-# properties has 12,000, and a mask takes some 10 ms there; all that time the engine waits.
+# Limit on items of the library's parser at one place of a text. Each property that may come next needs four: a tool
+# with 3,000 properties needs 12,000 items. A mask then takes about 10 ms, and the engine waits that long.
 MOST_ITEMS = 16_000
-# Letters of a grammar that is compiled in this process; a longer one is first checked in a process that can be ended.
+# Letters. A grammar of at most this length is compiled in this process; a longer one is first checked in a subprocess.
 QUICK = 4096
-# Letters of an example that are followed before a schema is taken, to see whether it has more items than that.
+# Letters of a schema's example that are checked at compile time, to see if the schema needs more than MOST_ITEMS.
 FOLLOWED = 100
-# White space between two parts of a JSON text. Where a grammar allows more than it needs, a small model may write
-# blanks until its context is full, and each costs a step.
+# White space between the parts of a JSON text. If the grammar allows too much, a small model may generate blanks until
+# its context is full, one step per blank.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 FREE = {"whitespace_pattern": r"[ \t\n\r]{0,64}"}
 # Values of "format" in JSON schemas that the library enforces.
@@ -47,10 +47,10 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 ALLOW_ONE_OF = 'Put "x-guidance": {"coerce_one_of": true} in the schema'
 SMALLER = "make it smaller: fewer patterns and alternatives, fewer levels"
 REMEDIES = {
-    "json_schema": "give a JSON schema; what of the standard is known: "
+    "json_schema": "give a JSON schema; for the supported keywords see "
     "https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md",
     "json": "leave the text of the grammar empty",
-    "regex": "give a regular expression in Rust's syntax, without look-around and back-references",
+    "regex": "give a regular expression in Rust's syntax, without look-around and backreferences",
     "choice": "give a list of texts, none of them empty",
     "lark": "see https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md",
 }
@@ -60,9 +60,9 @@ _process = GrammarProcess()
 
 
 class Matcher:
-    """A Matcher follows the text of one sample through its grammar.
+    """Follows the text of one sample through its grammar.
 
-    shows_special  whether the grammar is a choice that may be written in special tokens of the vocabulary
+    `shows_special` is True for a choice that can be written with special tokens of the vocabulary.
     """
 
     def __init__(self, inner: Any, vocab_size: int, *, shows_special: bool = False):
@@ -71,28 +71,29 @@ class Matcher:
         self.shows_special = shows_special
 
     def mask(self) -> np.ndarray:
-        """Returns the tokens that may come next as bits, uint8 [ceil(vocabulary / 8)]: token i is bit i % 8 of byte i
-        // 8. End-of-text is among them if the text is complete."""
+        """Return the tokens that may come next as bits, uint8 [ceil(vocabulary / 8)].
+
+        Token i is bit i % 8 of byte i // 8. End-of-text is allowed if the text is complete.
+        """
         return np.frombuffer(self._inner.compute_bitmask(), np.uint8)[: -(-self._vocab_size // 8)]
 
     def accept(self, token: int) -> None:
-        """Takes a token, which the mask must allow. After any other token the matcher has failed, and is done."""
+        """Advance by a token that the mask allows. Any other token makes the matcher fail, and it is then done."""
         self._inner.consume_token(token)
 
     @property
     def is_done(self) -> bool:
-        """Returns whether only end-of-text may follow."""
+        """True if only end-of-text may follow."""
         return self._inner.is_stopped()
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether the text so far matches the grammar."""
+        """True if the text so far matches the grammar."""
         return self._inner.is_accepting()
 
     @property
     def failed(self) -> str | None:
-        """Returns why the matcher failed (a token that the mask did not allow, or a grammar that grew too complex), or
-        None."""
+        """Why the matcher failed, or None. Causes: a token that the mask forbids, or a grammar that is too complex."""
         return self._inner.get_error() or None
 
     def copy(self) -> Matcher:
@@ -100,18 +101,21 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """A GrammarCompiler makes matchers for the tokens of one tokenizer."""
+    """Compiles grammars into matchers for one tokenizer."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int] = (), *, most_items: int = MOST_ITEMS
     ):
-        """Reads the vocabulary of the tokenizer.
+        """Read the vocabulary of the tokenizer.
 
-        vocab_size  the number of the model's logits
-        eos_ids     the ids that may end a text; with none, the tokenizer's own end-of-text
-        most_items  the most items of a row of the parser; a larger grammar is refused
+        Args:
+            vocab_size: The number of the model's logits.
+            eos_ids: The ids that may end a text; if empty, the tokenizer's own end-of-text.
+            most_items: Limit on items in a row of the parser; a larger grammar is refused.
 
-        Raises MissingExtraError without the library, UnsupportedModelError for a tokenizer that it cannot read.
+        Raises:
+            MissingExtraError: llguidance is not installed.
+            UnsupportedModelError: llguidance cannot read the tokenizer.
         """
         library = _library()
         try:
@@ -127,14 +131,16 @@ class GrammarCompiler:
         self._compiled = lru_cache(maxsize=CACHED)(self._compile)
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Returns a matcher at the beginning of a text. Raises InputError for an invalid grammar, and for one that no
-        text matches."""
+        """Return a matcher at the start of a text.
+
+        Raise InputError if the grammar is invalid or no text can match it.
+        """
         return self._compiled(grammar).copy()
 
     def _compile(self, grammar: Grammar) -> Matcher:
         check_grammar(grammar)
         library = _library()
-        # An ambiguous grammar has ever more of them; the library's own bound is lower.
+        # Only for JSON schemas: ambiguous grammars need ever more items, and the library's own limit is lower.
         items = {"max_items_in_row": self._most_items} if grammar.kind == "json_schema" else {}
         limits = library.LLParserLimits(max_lexer_states=MOST_STATES, **items)
         source, special = _source(grammar), ""
@@ -145,37 +151,40 @@ class GrammarCompiler:
         matcher = Matcher(inner, self._vocab_size, shows_special=bool(special))
         if matcher.failed:
             raise _refused(grammar, matcher.failed)
-        matcher.mask()  # the first mask shows whether any text can begin
+        matcher.mask()  # the first mask shows if any text can start
         if matcher.is_done and not matcher.is_complete:
             raise _refused(grammar, "no text fits it")
         if grammar.kind == "json_schema":
             pieces = json.JSONEncoder(ensure_ascii=False).iterencode(example_of(json.loads(grammar.text)))
-            example = "".join(islice(pieces, FOLLOWED))[:FOLLOWED]  # a whole one may be 2^n times as long as its schema
+            example = "".join(islice(pieces, FOLLOWED))[:FOLLOWED]  # all of it may be 2^n times as long as the schema
             tokens, followed = self._tokenizer.tokenize_str(example), inner.deep_copy()
-            # Where there are too many items, the library fails at tokens that it calls valid.
+            # If there are too many items, the library fails at tokens that it calls valid.
             if not followed.consume_tokens(tokens[: inner.deep_copy().validate_tokens(tokens)]):
                 raise _refused(grammar, f"it is too large: {followed.get_error().partition('<state>')[0]}", SMALLER)
         return matcher
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises InputError for a grammar that is invalid or takes too long to compile, and MissingExtraError without the
-    library. Whether a grammar is too large only a tokenizer's GrammarCompiler can tell."""
+    """Raise InputError if a grammar is invalid or too slow to compile.
+
+    Raise MissingExtraError if llguidance is missing. Only the GrammarCompiler of a tokenizer can detect a grammar that
+    is too large.
+    """
     if fault := _fault(grammar):
         raise _refused(grammar, fault, SMALLER if fault.startswith(TOO_MUCH) else None)
 
 
 @lru_cache(maxsize=CACHED)
 def _fault(grammar: Grammar) -> str:
-    """Return what is wrong with a grammar; "" if nothing is."""
+    """Return what is wrong with a grammar; "" for a valid one."""
     _library()
     source = _source(grammar)
     return fault_of(source) if is_quick(grammar.kind, grammar.text) else _process.fault(source)
 
 
 def is_quick(kind: str, text: str) -> bool:
-    """Return whether a grammar is compiled in milliseconds. Short schemas that combine patterns may take minutes."""
-    combines = ("attern", "allOf", "\\u")  # patternProperties too, and names in escapes
+    """Return True if a grammar surely compiles in milliseconds. Schemas that combine patterns may take minutes."""
+    combines = ("attern", "allOf", "\\u")  # matches patternProperties and escaped names too
     return len(text) <= QUICK and (kind != "json_schema" or not any(word in text for word in combines))
 
 
@@ -188,7 +197,7 @@ def _library() -> Any:
 
 
 def _source(grammar: Grammar) -> str:
-    """Returns the grammar in the library's form."""
+    """Return the grammar in the library's form."""
     make = _library().LLMatcher
     valid_text(grammar.text, "grammar")
     try:
@@ -207,8 +216,11 @@ def _source(grammar: Grammar) -> str:
 
 
 def _known(schema: str) -> str:
-    """Return a JSON schema as the library knows it: without formats that it lacks, as JSON Schema allows to ignore a
-    format, and with anyOf in place of a oneOf that means the same. Raises ValueError for invalid JSON."""
+    """Return a JSON schema in the form that the library supports.
+
+    Unsupported formats are dropped, which JSON Schema allows. A oneOf becomes an anyOf if both mean the same. Raise
+    ValueError for invalid JSON.
+    """
 
     def known(keyword: str, text: str) -> str | None:
         return None if keyword == "format" and text not in FORMATS else text
@@ -221,13 +233,13 @@ def _known(schema: str) -> str:
 
 
 def _choice(choices: str, special: str = "") -> str:
-    """Return the Lark grammar of some choices. special: a Lark rule for choices that hold special tokens"""
-    # All choices are one terminal, which is compiled to an automaton; 50,000 rules would be too many.
+    """Return the Lark grammar of some choices. `special` is a Lark rule for choices with special tokens."""
+    # All choices form one terminal, which compiles to an automaton. 50,000 rules would be too many.
     return f"start: CHOICE{' | ' * bool(special)}{special}\nCHOICE: " + " | ".join(_quoted(choices))
 
 
 def _in_tokens(choices: Sequence[str], special: Mapping[str, int]) -> Iterator[str]:
-    """Yield the choices that hold special tokens, as sequences of these tokens and of texts in Lark's syntax."""
+    """Yield the choices with special tokens, as sequences of these tokens and of texts in Lark's syntax."""
     longest_first = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     for choice in choices if special else ():
         if re.search(longest_first, choice):

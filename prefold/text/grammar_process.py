@@ -1,5 +1,8 @@
-"""Checks grammars in a subprocess, with limits of time and memory: the library may take minutes for a short schema. The
-system ends the subprocess after its processor time, within compiled code too."""
+"""Check grammars in a subprocess with limits on time and memory.
+
+The library may take minutes for a short schema. The operating system ends the subprocess when its CPU time is used up,
+even inside compiled code.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from typing import BinaryIO
 
 from .subprocesses import BoundedProcess, SubprocessEnded, answer_calls
 
-# Processor seconds that a grammar may take. No schema of JSONSchemaBench takes a tenth of them.
+# CPU seconds that a grammar may use. No schema of JSONSchemaBench needs a tenth of this.
 SECONDS = 2.0
-# Bytes that the process may have.
+# Limit on the memory of the process, in bytes.
 MEMORY = 1 << 30
-# How the fault of a grammar that was ended begins.
+# Start of the error text for a grammar that exceeded a limit.
 TOO_MUCH = "it takes too long to compile, or too much memory"
 
 
@@ -22,7 +25,7 @@ class GrammarProcess(BoundedProcess):
         super().__init__(__name__, memory)
 
     def fault(self, source: str) -> str:
-        """Return what is wrong with a grammar in the library's form; "" if nothing is."""
+        """Return what is wrong with a grammar in the library's form; "" for a valid one."""
         try:
             return self.call({"source": source}, SECONDS)
         except SubprocessEnded:
@@ -30,7 +33,7 @@ class GrammarProcess(BoundedProcess):
 
 
 def fault_of(source: str) -> str:
-    """Return what the library finds wrong with a grammar; "" if nothing is."""
+    """Return the library's first error for a grammar; "" for a valid one."""
     import llguidance
 
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source)
@@ -38,5 +41,5 @@ def fault_of(source: str) -> str:
 
 
 def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer requests until `source` ends. argv: bytes of memory"""
+    """Answer requests until `source` ends. `argv` has the memory limit in bytes."""
     answer_calls(fault_of, {"source": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}'}, argv, source, sink)

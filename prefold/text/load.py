@@ -1,4 +1,4 @@
-"""Makes the tokenizer of a checkpoint from a folder's tokenizer.json, or a GGUF file's metadata."""
+"""Create the tokenizer of a checkpoint from a folder's tokenizer.json, or from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
 
-# Makes the tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece BPE.
+# The tokenizer of a GGUF file is byte-level BPE or SentencePiece BPE.
 #
-# For byte-level BPE (tokenizer.ggml.model "gpt2") the file holds tokens, their types and merges. How a text is split
-# into words it says only by a name, `tokenizer.ggml.pre`, which stands for the pre-tokenizer of the checkpoint's
-# tokenizer.json. For SentencePiece (model "llama") it holds pieces, their types and scores.
+# For byte-level BPE (tokenizer.ggml.model "gpt2") the file contains tokens, their types and merges. It does not contain
+# the rule that splits a text into words, only a name, `tokenizer.ggml.pre`. The name stands for the pre-tokenizer of
+# the checkpoint's tokenizer.json. For SentencePiece (model "llama") the file contains pieces, their types and scores.
 #
-# SentencePiece joins, again and again, the two neighbours whose joined piece ranks best, whichever way that piece was
-# made. The BPE of `tokenizers` joins listed pairs in the order of the list: so every pair that joins to a piece is
-# listed, best piece first. Spaces are the letter "▁" (U+2581), and a character without a piece is its UTF-8 bytes.
+# SentencePiece repeatedly joins the two neighbours that form the best-ranked piece, however that piece was formed. The
+# BPE of `tokenizers` joins listed pairs in list order. So every pair that joins to a piece is listed, best piece first.
+# A space is the letter "▁" (U+2581), and a character without a piece becomes its UTF-8 bytes.
 
 SPACE = "▁"
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 
-# For each value of tokenizer.ggml.pre: what splits a text into words (a regular expression; "": as byte-level BPE does;
-# "digits": each digit is a word, too), whether the text is normalised (Unicode NFC) before that, whether a word that is
-# a token is taken whole, and whether a BOS is added where the file does not say.
+# For each value of tokenizer.ggml.pre:
+# - the regular expression that splits a text into words ("": as byte-level BPE; "digits": each digit is a word too)
+# - True if the text is normalised (Unicode NFC) before that
+# - True if a word that is a token is never split
+# - True if a BOS is added, unless the file says otherwise
 PRE_TOKENIZERS: dict[str, tuple[str, bool, bool, bool]] = {
     "default": ("", False, False, False),
     "gpt-2": ("", False, False, False),
@@ -54,17 +56,17 @@ PRE_TOKENIZERS: dict[str, tuple[str, bool, bool, bool]] = {
 
 
 def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Returns the tokenizer of a GGUF file.
+    """Return the tokenizer of a GGUF file.
 
-    Raises UnsupportedModelError for a tokenizer that is neither SentencePiece nor byte-level BPE of a known
-    pre-tokenizer, and CheckpointError for metadata that do not fit together.
+    Raise UnsupportedModelError if the tokenizer is neither SentencePiece nor byte-level BPE with a known pre-tokenizer.
+    Raise CheckpointError for inconsistent metadata.
     """
     model = checkpoint.metadata("tokenizer.ggml.model")
     pre = checkpoint.metadata("tokenizer.ggml.pre")
     if model == "gpt2" and not pre:
         warnings.warn(
-            f"{checkpoint.name} has no tokenizer.ggml.pre: texts are split as GPT-2 splits them; if the model's own "
-            "tokenizer splits otherwise, write the key (gguf-new-metadata --pre-tokenizer) or use its HF folder",
+            f"{checkpoint.name} has no tokenizer.ggml.pre, so texts are split like GPT-2's; if the model's own "
+            "tokenizer splits differently, add the key (gguf-new-metadata --pre-tokenizer) or use its HF folder",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -72,7 +74,7 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if model != "llama" and (model != "gpt2" or pre not in PRE_TOKENIZERS):
         names = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModelError(
-            f"{checkpoint.name} has a tokenizer of model {model!r}, pre {pre!r}; of GGUF files prefold reads"
+            f"{checkpoint.name} has a tokenizer of model {model!r}, pre {pre!r}; for GGUF files prefold supports"
             f" SentencePiece BPE (model 'llama'), and byte-level BPE (model 'gpt2') with pre {names}; use the"
             " checkpoint's Hugging Face folder instead"
         )
@@ -112,8 +114,7 @@ def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], 
         unknown=tokens[named] if named is not None and named < len(tokens) else unknown,
         prefix_space=bool(checkpoint.metadata("tokenizer.ggml.add_space_prefix", True)),
     )
-    # User-defined runs of spaces are no added tokens: normalisation turns spaces into "▁", and their rank joins them
-    # before all others.
+    # User-defined runs of spaces are not added tokens: normalisation turns spaces into "▁", which rank joins first.
     added = [(t, kind) for t, kind in zip(pieces, types, strict=True) if kind != USER_DEFINED or SPACE not in t]
     _find_tokens(backend, [t for t, _ in added], [kind for _, kind in added])
     return backend
@@ -121,7 +122,7 @@ def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Lets no garbage be collected: the collector would go through all that is being made, again and again."""
+    """Disable the garbage collector, which would scan all the new objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -136,7 +137,7 @@ def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
     split, nfc, whole_words, _ = PRE_TOKENIZERS[pre]
-    # Unused tokens pad the vocabulary to a round size; no text gives them.
+    # Unused tokens pad the vocabulary to a round size; no text contains them.
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != UNUSED}
     try:
         with _without_collector():
@@ -157,7 +158,7 @@ def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[
 
 
 def _find_tokens(backend: Any, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Makes the backend find control and user-defined tokens in a text before it splits the rest."""
+    """Add control and user-defined tokens, which the backend finds in a text before it splits the rest."""
     from tokenizers import AddedToken
 
     special = [t for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
@@ -192,13 +193,14 @@ def _templates(checkpoint: Checkpoint) -> dict[str, str]:
 def sentencepiece_backend(
     pieces: Sequence[str], ranks: Sequence[float | None], *, unknown: str | None, prefix_space: bool
 ) -> tokenizers.Tokenizer:
-    """Returns a SentencePiece BPE tokenizer of these pieces, without added tokens.
+    """Return a SentencePiece BPE tokenizer of these pieces, without added tokens.
 
-    pieces        the pieces in the order of their ids, spaces as "▁"
-    ranks         the rank of each piece: the lower, the sooner it is joined; -inf: before all others, and it is a part
-                  of no other piece; None: text is never joined to it
-    unknown       the piece for a character that has neither a piece nor byte pieces
-    prefix_space  whether a text is encoded as if a space stood before it
+    Args:
+        pieces: The pieces in the order of their ids, with "▁" for spaces.
+        ranks: The rank of each piece; lower ranks are joined first. -inf: before all others, and part of no other
+            piece. None: the piece is never a result of joining.
+        unknown: The piece for a character without a piece and without byte pieces.
+        prefix_space: Encode each text as if a space came before it.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -214,8 +216,10 @@ def sentencepiece_backend(
 
 
 def _pairs(pieces: Sequence[str], ranks: Sequence[float | None]) -> Iterator[tuple[float, int, int, str, str]]:
-    """Yields (rank, ..., left, right) for every pair that joins to a piece; for equal ranks the longest left part sorts
-    first."""
+    """Yield (rank, ..., left, right) for every pair that joins to a piece.
+
+    Among equal ranks, the longest left part sorts first.
+    """
     joined = {piece: rank for piece, rank in zip(pieces, ranks, strict=True) if rank is not None}
     inner = {piece for piece, rank in joined.items() if rank > -math.inf}
     for piece, rank in joined.items():
@@ -230,22 +234,21 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Returns the tokenizer of a checkpoint. Raises CheckpointError, naming the file, if it is missing or broken.
+    """Return the tokenizer of a checkpoint.
 
-    Raises CheckpointError, naming the file, where there is none or it is broken.
-
-    For a folder it is that of tokenizer.json, with the added and special tokens, the length limit and the chat
-    templates of the files beside it. The post-processor of tokenizer.json alone says which special tokens are put
-    around a text (as in transformers 5, add_bos_token of tokenizer_config.json does not change it).
+    Raise CheckpointError, naming the file, if the tokenizer is missing or broken. For a folder, the tokenizer comes
+    from tokenizer.json; added and special tokens, the length limit and the chat templates come from the files beside
+    it. Only the post-processor of tokenizer.json decides which special tokens enclose a text. As in transformers 5,
+    add_bos_token of tokenizer_config.json has no effect.
     """
     place = str(checkpoint.path or checkpoint.name)
     try:
-        if checkpoint.gguf is not None:  # also of random weights modelled on a GGUF file
+        if checkpoint.gguf is not None:  # also for random weights modelled on a GGUF file
             return gguf_tokenizer(checkpoint)
         return _folder_tokenizer(checkpoint)
     except CheckpointError:
         raise
-    except Exception as error:  # the files may hold values of any type, and the library raises bare Exceptions
+    except Exception as error:  # the files may contain values of any type, and the library raises bare Exceptions
         line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CheckpointError(f"the tokenizer of {place} is broken: {line}") from error
 
@@ -274,17 +277,17 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         special_tokens={name: _content(token) for name, token in named.items()},
         special_ids=_configured_ids(checkpoint, config),
         chat_templates=folder_templates(checkpoint, config),
-        # Files of tokenizers without a limit have a number near 1e30.
+        # Tokenizers without a limit have a number near 1e30 in their files.
         max_length=int(most) if isinstance(most, (int, float)) and 0 < most < 1e12 else None,
         truncation_side=config.get("truncation_side", "right"),
     )
 
 
 def tokenizer_or_none(checkpoint: Checkpoint) -> Tokenizer | None:
-    """Returns the tokenizer of a checkpoint, or None for one without: such a model takes token ids only.
+    """Return the tokenizer of a checkpoint, or None if it has none; the model then accepts only token ids.
 
-    Raises CheckpointError for a tokenizer that cannot be read, UnsupportedModelError for one of a kind that prefold
-    lacks. A model of random weights (format "dummy") then has None.
+    Raise CheckpointError if the tokenizer cannot be read, and UnsupportedModelError if its kind is not supported.
+    Models with random weights (format "dummy") get None in these cases.
     """
     in_gguf = checkpoint.gguf is not None
     if checkpoint.metadata("tokenizer.ggml.model") == "no_vocab" if in_gguf else not checkpoint.file("tokenizer.json"):
@@ -302,15 +305,17 @@ def _content(token: Any) -> str:
 
 
 def _named_tokens(checkpoint: Checkpoint, config: dict) -> dict[str, Any]:
-    """Returns {"bos_token": "<s>" or {"content": "<s>", ...}, ...}, from tokenizer_config.json, and what that lacks
-    from special_tokens_map.json."""
+    """Return {"bos_token": "<s>" or {"content": "<s>", ...}, ...} from tokenizer_config.json.
+
+    Missing names come from special_tokens_map.json.
+    """
     fallback = read_object(checkpoint, "special_tokens_map.json")
     named = {name: config[name] if name in config else fallback.get(name) for name in NAMED}
     return {name: token for name, token in named.items() if token is not None}
 
 
 def _add_tokens(backend: Any, config: dict, named: dict[str, Any]) -> None:
-    """Adds to the backend the tokens of the configuration that tokenizer.json lacks."""
+    """Add the tokens of the configuration that tokenizer.json lacks to the backend."""
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     by_id = {int(token_id): token for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
     configured: list[Any] = [by_id[token_id] for token_id in sorted(by_id)]
@@ -336,9 +341,9 @@ def _add_token(backend: Any, token: Any) -> None:
 
 
 def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
-    """Returns the ids of special tokens in generation_config.json and config.json, for tokenizers that name none.
+    """Return the ids of special tokens in generation_config.json and config.json, for tokenizers that name none.
 
-    A token that tokenizer_config.json sets to null is meant to be absent.
+    If tokenizer_config.json sets a token to null, the token stays absent.
     """
     generation = read_object(checkpoint, "generation_config.json", keys="")
     ids = {}
@@ -351,9 +356,10 @@ def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
 
 
 def folder_templates(checkpoint: Checkpoint, config: dict | None = None) -> dict[str, str]:
-    """Returns {name: chat template} of a checkpoint's folder. config: tokenizer_config.json, if it was read already
+    """Return {name: chat template} of a checkpoint's folder.
 
-    Template files take the place of tokenizer_config.json's chat_template, which is a text or a list of named texts.
+    `config` is tokenizer_config.json, if already read. Template files override its chat_template, which is a text or a
+    list of named texts.
     """
     config = read_object(checkpoint, "tokenizer_config.json") if config is None else config
     files: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The images of prompts: in items and conversations, as rows among token ids, and in notes."""
+"""Images in prompts: in items and conversations, as rows among token ids, and in notes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from ..errors import InputError
 from ..spec.requests import Medium
 from ..trie import MEDIA_BASE
 
-# Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
+# Types of content parts that are images: in OpenAI's chat and Responses APIs, and in Hugging Face's format.
 IMAGE_PARTS = ("image_url", "input_image", "image")
-LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
+LOAD = "load a model with image input: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
 LOAD += 'images={"mmproj": FILE} (--mmproj FILE), and without images=False; servers (--url) and vLLM (--backend vllm) '
-LOAD += "are sent text alone"
+LOAD += "accept only text"
 
 
 class Pixels:
-    """A Pixels is a decoded image, which may stand wherever an image may stand."""
+    """A decoded image, valid in every place that accepts an image."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextWithImages:
-    """A TextWithImages is a text with images.
+    """A text with images.
 
-    text    has the placeholder of the model's images where they belong; where it has none, the images come first
-    images  whatever stands for an image (see `Reader.read`)
+    Args:
+        text: The text. The placeholder of the model's images marks their places; without any, the images come first.
+        images: The images: file paths, URLs, bytes, arrays or Pillow images (see the docs on image input).
+
+    Example:
+        llm.embed([TextWithImages("A photo of", ["cat.png"])])
     """
 
     text: str
@@ -37,14 +41,13 @@ class TextWithImages:
 
 
 class ImageIds(np.ndarray[Any, Any]):
-    """An ImageIds is token ids, int32 [n], with rows of images among them. It refers to the media, which keeps the ids
-    of their rows in use."""
+    """Token ids, int32 [n], with rows of images. The reference to the media keeps the ids of their rows in use."""
 
     media: tuple[Medium, ...]
 
     @classmethod
     def of(cls, ids: np.ndarray, media: tuple[Medium, ...]) -> ImageIds:
-        """Returns ids that hold these media."""
+        """Return ids with a reference to these media."""
         view = ids.view(cls)
         view.media = media
         return view
@@ -52,35 +55,28 @@ class ImageIds(np.ndarray[Any, Any]):
 
 @dataclass(frozen=True)
 class Picture:
-    """A Picture is the part of an image that its prompt needs.
+    """The part of an image that its prompt needs."""
 
-    size      (height, width)
-    key       by which its rows are known
-    load      gives its tiles, float32 [tiles, 3, height, width]; the room of images knows more of it
-    field     where in the item it was
-    animated  whether it is the first frame of several
-    """
-
-    size: tuple[int, int]
-    key: bytes
-    load: Any
-    field: str
-    animated: bool
+    size: tuple[int, int]  # (height, width)
+    key: bytes  # identifies the rows of the image
+    load: Any  # returns the tiles, float32 [tiles, 3, height, width]; see features/images
+    field: str  # the image's place in the item
+    animated: bool  # the image is the first frame of an animation
 
     @property
     def note(self) -> str | None:
-        """Returns a sentence about this image for the user, or None."""
-        return f"{self.field} is an animation, of which the first frame is seen" if self.animated else None
+        """A sentence about this image for the user, or None."""
+        return f"{self.field} is an animation; only its first frame is used" if self.animated else None
 
 
 def check_cut(ids: np.ndarray, rest: np.ndarray, field: str) -> None:
-    """Raises InputError if rows of images are cut off. rest: the ids after the cut"""
+    """Raise InputError if a cut removes rows of images. `rest` are the ids after the cut."""
     if np.count_nonzero(rest >= MEDIA_BASE) < np.count_nonzero(ids >= MEDIA_BASE):
         raise too_long(field)
 
 
 def too_long(field: str) -> InputError:
-    """Returns the error of a prompt from which an image would have to be cut."""
+    """Return the error for a prompt that cannot be cut without removing an image."""
     return InputError(
         f"{field!r} is too long, and cutting it would cut an image",
         field=field,
@@ -93,7 +89,7 @@ KEY = "image_notes"
 
 
 def notes_of(pictures: Sequence[Picture]) -> dict[str, Any]:
-    """Returns the notes on a Work's images as a part of its note: {"image_notes": [...]}, or {}."""
+    """Return the notes on a Work's images as a part of its note: {"image_notes": [...]}, or {}."""
     notes = [picture.note for picture in pictures if picture.note is not None]
     return {KEY: notes} if notes else {}
 
@@ -105,18 +101,14 @@ def notes_in(note: Mapping[str, Any]) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Chat:
-    """A Chat is a conversation with images.
+    """A conversation with images."""
 
-    messages  in which each image is a part {"type": "image"}
-    images    (what was given for it, the field it is in), in order; {} for a part that is nothing but a place
-    """
-
-    messages: list[Any]
-    images: list[tuple[Any, str]]
+    messages: list[Any]  # each image is a part {"type": "image"}
+    images: list[tuple[Any, str]]  # (image value, its field), in order; {} if the part only marks a place
 
 
 def chat_of(messages: Any) -> Chat | None:
-    """Returns a Chat for a conversation with images; None for any other value."""
+    """Return a Chat for a conversation with images; None for any other value."""
     if not isinstance(messages, (list, tuple)):
         return None
     images: list[tuple[Any, str]] = []
@@ -125,14 +117,17 @@ def chat_of(messages: Any) -> Chat | None:
 
 
 def all_images(chat: Chat, separate: Any) -> list[tuple[Any, str]]:
-    """Returns (image value, field) of each image of a conversation. separate: the images of parts {"type": "image"}, in
-    order; None: there are none. Raises InputError if the numbers of these images and parts differ."""
+    """Return (image value, field) for each image of a conversation.
+
+    `separate` has the images for the parts {"type": "image"}, in order, or None. Raise InputError if the number of
+    these images differs from the number of these parts.
+    """
     if separate is None:
         return chat.images
     places = sum(_is_place(value) for value, _ in chat.images)
     if places != len(separate):
         message = f"there are {len(separate)} images for {places} places in the messages"
-        remedy = 'show where each belongs by a part {"type": "image"}'
+        remedy = 'mark the place of each image with a part {"type": "image"}'
         raise InputError(message, field="images", remedy=remedy, code="image_count")
     remaining = iter(enumerate(separate))
     placed = []
@@ -150,9 +145,9 @@ def _is_place(value: Any) -> bool:
 
 
 def refuse_images(field: str) -> InputError:
-    """Returns the error of an image for a model that takes text alone."""
+    """Return the error for an image given to a model without image input."""
     return InputError(
-        f"{field!r} is an image, and the model takes text alone", field=field, remedy=LOAD, code="no_tower"
+        f"{field!r} is an image, and the model accepts only text", field=field, remedy=LOAD, code="no_tower"
     )
 
 
@@ -177,7 +172,7 @@ def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
 
 
 def image_in(part: Any, field: str) -> Any:
-    """Return the image value of a part of content; None for a part of another type."""
+    """Return the image value of a content part; None for a part of another type."""
     if is_picture(part) or isinstance(part, (bytes, bytearray, np.ndarray)):
         return part
     if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
@@ -185,13 +180,13 @@ def image_in(part: Any, field: str) -> Any:
     for key in ("image_url", "image", "source"):
         if part.get(key) is not None:
             return part[key]
-    # A table has the same fields in all parts of a column: those that a part was not given are null.
+    # In a table, all parts of a column have the same fields, so fields that a part lacks are null.
     return {key: value for key, value in part.items() if key != "type" and value is not None}
 
 
 def is_picture(value: Any) -> bool:
-    """Returns whether a value is decoded pixels, or a Pillow image."""
+    """Return True for decoded pixels and for a Pillow image."""
     if isinstance(value, Pixels):
         return True
-    library = sys.modules.get("PIL.Image")  # a process with such a picture has imported it
+    library = sys.modules.get("PIL.Image")  # a process with a Pillow image has imported Pillow
     return library is not None and isinstance(value, library.Image)

@@ -1,5 +1,7 @@
-"""Prompts of the tasks: reranking, instructed embedding, few-shot classification. A template is a text with {fields};
-nothing else in it has a meaning, and braces in the values of fields stay as they are."""
+"""Prompts of tasks: reranking, instructed embedding, few-shot classification.
+
+A template is a text with {fields}. Nothing else in it has a special meaning, and braces in field values stay unchanged.
+"""
 
 from __future__ import annotations
 
@@ -19,49 +21,45 @@ if TYPE_CHECKING:
 
 EMBED_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 RERANK_INSTRUCTION = EMBED_INSTRUCTION
-# Texts without content, whose label probabilities show the prompt's own bias. Zhao et al. 2021.
+# Texts without content. Their label probabilities show the prompt's own bias (Zhao et al. 2021).
 CONTENT_FREE = ("N/A", "", "[MASK]")
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
 def fields_of(template: str) -> list[str]:
-    """Returns the names of the {fields} of a template, in order."""
+    """Return the names of the {fields} of a template, in order."""
     return _FIELD.findall(template)
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """Returns the template with each {field} that is in `values` replaced by its value. Fields in a value are not
-    replaced."""
+    """Return the template with each {field} in `values` replaced by its value.
+
+    Fields inside a value are not replaced.
+    """
     return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)
 
 
 def instructed_query(instruction: str, query: str) -> str:
-    """Returns a query with its instruction, as Qwen3-Embedding reads it; documents are embedded without one."""
+    """Return a query with its instruction, in the format of Qwen3-Embedding. Documents have no instruction."""
     return f"Instruct: {instruction}\nQuery:{query}"
 
 
 @dataclass(frozen=True)
 class RerankPrompt:
-    """The prompt of a (query, document) pair in three parts, which are encoded apart.
-
-    Attributes:
-        body: the part with the fields {query}, {document} and, if wanted, {instruction}
-        special: whether the tokenizer's own special tokens (BOS) come before the prompt; None: unless it begins with
-            the BOS
-    """
+    """The prompt of a (query, document) pair in three parts, which are encoded separately."""
 
     prefix: str
-    body: str
+    body: str  # has the fields {query}, {document} and, optionally, {instruction}
     suffix: str
-    special: bool | None = False
+    special: bool | None = False  # special tokens (BOS) come first; None: unless the prompt starts with BOS
 
     @classmethod
     def from_template(cls, template: str, special: bool | None = None) -> RerankPrompt:
-        """Return a whole prompt, which is encoded as one text, so that tokens may reach over the borders of its fields.
+        """Return a prompt that is encoded as one text, so that tokens may span the borders of its fields.
 
-        Documents share what stands before {document}, queries what stands before {query}. Raises InputError unless
-        the template has both once.
+        Documents share the text before {document}, queries the text before {query}. Raise InputError unless the
+        template contains each of the two exactly once.
         """
         names = fields_of(template)
         fields = {"instruction", "query", "document"}
@@ -69,7 +67,7 @@ class RerankPrompt:
             raise InputError(
                 f"the fields of the rerank template are {', '.join(names) or '(none)'}",
                 field="template",
-                remedy="write {query} and {document} once each, in any order, and {instruction} if it is wanted",
+                remedy="write {query} and {document} once each, in any order, and {instruction} if wanted",
             )
         return cls("", template, "", special)
 
@@ -84,60 +82,57 @@ _NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 def rerank_prompt(tokenizer: Tokenizer) -> RerankPrompt:
-    """Returns Qwen3-Reranker's prompt, with its empty thought if the tokenizer has the token <think>. A tokenizer
-    without the ChatML tokens encodes <|im_start|> as plain text."""
+    """Return Qwen3-Reranker's prompt.
+
+    The prompt ends with an empty thought if the tokenizer has the token <think>. A tokenizer without the ChatML tokens
+    encodes <|im_start|> as plain text.
+    """
     thinks = tokenizer.token_id("<think>") is not None and tokenizer.token_id("<|im_start|>") is not None
     return RerankPrompt(_JUDGE, _BODY, _ANSWER + (_NO_THOUGHT if thinks else ""))
 
 
 @dataclass(frozen=True)
 class FewShotPrompt:
-    """A FewShotPrompt is instructions, examples, and the text to classify, up to where its label goes.
+    """Instructions, examples, and the text to classify, up to the place of its label."""
 
-    instructions   a text, followed by `separator`; left out when empty
-    examples       (text, label) pairs, each written as `template`, followed by `separator`
-    template       has {text} once, then {label} once and last; spaces before {label} belong to the label
-    """
-
-    instructions: str = ""
-    examples: Sequence[tuple[str, str]] = ()
-    template: str = "Text: {text}\nLabel: {label}"
+    instructions: str = ""  # comes first, then `separator`; both are left out if it is empty
+    examples: Sequence[tuple[str, str]] = ()  # (text, label) pairs, each written with `template`, then `separator`
+    template: str = "Text: {text}\nLabel: {label}"  # {label} is last; spaces before it belong to the label
     separator: str = "\n\n"
 
     def __post_init__(self) -> None:
         if fields_of(self.template) != ["text", "label"]:
             raise InputError(
-                f"the template {self.template!r} does not have {{text}} once and then {{label}} once",
+                f"the template {self.template!r} must have {{text}} once, then {{label}} once",
                 field="template",
-                remedy="write {text} once and {label} once, after it",
+                remedy="write {text} once and {label} once after it",
             )
 
     @cached_property
     def head(self) -> str:
-        """Returns the beginning of every prompt: instructions, examples, and the template up to {text}."""
+        """The start of every prompt: instructions, examples, and the template up to {text}."""
         shots = [fill(self.template, {"text": text, "label": label}) for text, label in self.examples]
         parts = [self.instructions, *shots] if self.instructions else shots
         return "".join(part + self.separator for part in parts) + self.template[: self.template.index("{text}")]
 
     @cached_property
     def tail(self) -> str:
-        """Returns the part of the template between the text and its label."""
+        """The part of the template between the text and its label."""
         return self.template[self.template.index("{text}") + len("{text}") : self.template.index("{label}")]
 
     def render(self, text: str) -> str:
-        """Returns the prompt of one text, up to where its label goes."""
+        """Return the prompt of one text, up to the place of its label."""
         return self.head + text + self.tail
 
 
 def readable(decode: Callable[[np.ndarray], str]) -> Callable[[np.ndarray], str]:
-    """Returns a function that returns the text of token ids, as `decode` does, with "[image]" for the rows of an
-    image."""
+    """Return a function like `decode` that writes "[image]" for the rows of an image."""
 
     def read(tokens: np.ndarray) -> str:
         tokens = np.asarray(tokens)
         if not len(tokens) or tokens.max() < MEDIA_BASE:
             return decode(tokens)
-        # Ids of one image's rows go up by one; between spans one is unused.
+        # The ids of one image's rows are consecutive; between two spans, an id is unused.
         kind = (tokens >= MEDIA_BASE).astype(int) + (tokens >= SPAN_BASE)
         edges = (kind[1:] != kind[:-1]) | ((kind[1:] > 0) & (tokens[1:] != tokens[:-1] + 1))
         parts = np.split(tokens, np.flatnonzero(edges) + 1)
@@ -147,9 +142,14 @@ def readable(decode: Callable[[np.ndarray], str]) -> Callable[[np.ndarray], str]
 
 
 class FilledTemplate(str):
-    """A FilledTemplate is a text made from a template: a str, in which truncate=True cuts the longest column.
+    """A text made from a template: a str for which truncate=True cuts the longest column, not the end.
 
-    parts   (text, whether it is a column) pairs that make up the whole
+    Args:
+        parts: (text, is_column) pairs; their texts joined are the whole text.
+
+    Example:
+        prompt = FilledTemplate.of("Title: {title} Text: {body}", title="A", body=long_text)
+        llm.embed([prompt], truncate=True)
     """
 
     parts: tuple[tuple[str, bool], ...]
@@ -162,8 +162,15 @@ class FilledTemplate(str):
 
     @classmethod
     def of(cls, template: str, **columns: str) -> FilledTemplate:
-        """Returns the template with each {column} replaced by its value. Raises InputError for a column of the
-        template without a value, and for a value without a column."""
+        """Return the template with each {column} replaced by its value.
+
+        Args:
+            template: The text with {column} fields.
+            columns: The value of each column.
+
+        Raises:
+            InputError: A column has no value, or a value has no column.
+        """
         pieces = _FIELD.split(template)
         names = pieces[1::2]
         for name in {*names} ^ {*columns}:
@@ -173,11 +180,11 @@ class FilledTemplate(str):
 
     @property
     def columns(self) -> list[str]:
-        """Returns the texts of the columns, in order."""
+        """The texts of the columns, in order."""
         return [text for text, is_column in self.parts if is_column]
 
     def refilled(self, columns: Sequence[str]) -> str:
-        """Returns the text with other columns, in order."""
+        """Return the text with these columns in place of its own, in order."""
         remaining = iter(columns)
         return "".join(next(remaining) if is_column else text for text, is_column in self.parts)
 

@@ -1,12 +1,11 @@
-"""Renders chat templates in Jinja's sandbox, with the functions and filters of transformers.
+"""Render chat templates in Jinja's sandbox, with the functions and filters of transformers.
 
-The sandbox keeps a template from the machine. It bounds neither time nor memory: a template that comes with a request
-is rendered in a process that does (`template_process.py`).
+The sandbox isolates a template from the machine, but limits neither time nor memory. So templates from requests are
+rendered in a process with such limits (`template_process.py`).
 
-A template that writes no tools gets them in the messages: the system's message describes the functions, calls stand
-between <tool_call> and </tool_call> in the assistant's messages, and results between <tool_response> and
-</tool_response> in a message of the user. These are the marks of Hermes and Qwen, by which answers are searched for
-calls too.
+If a template does not use tools, they are written into the messages. The system message describes the functions. Calls
+appear between <tool_call> and </tool_call> in the assistant's messages, and results between <tool_response> and
+</tool_response> in a user message. Hermes and Qwen use the same marks, and so does the search for calls in answers.
 """
 
 from __future__ import annotations
@@ -29,18 +28,21 @@ from ..errors import InputError
 
 
 class TooLong(InputError):
-    """A TooLong is raised when a template writes more letters than it may."""
+    """A template wrote more letters than allowed."""
 
 
 def write(name: str, source: str, values: Mapping[str, Any], longest: float = math.inf) -> str:
-    """Returns the text of a template, which UTF-8 can hold.
+    """Return the text of a template, which is valid Unicode.
 
-    name     by which messages call the template
-    values   {name: value} of what it may look up, plain JSON values: "messages", "tools", which are written into the
-             messages where it does not look them up, and "documents", which it must look up where they are given
-    longest  the most letters that it may write
+    Args:
+        name: The template's name in error messages.
+        values: The plain JSON values that the template may look up. If it does not look up "tools", they are written
+            into "messages". If it does not look up "documents", they are an error.
+        longest: Limit on the letters that the template writes.
 
-    Raises InputError for whatever the template raises, TooLong as soon as it has written more letters.
+    Raises:
+        InputError: The template raised any error.
+        TooLong: The template wrote more than `longest` letters.
     """
     with _input_errors(name):
         template, variables = compile_template(source)
@@ -48,20 +50,22 @@ def write(name: str, source: str, values: Mapping[str, Any], longest: float = ma
             raise InputError(
                 f"the chat template {name} does not use documents, so the model would not see them",
                 field="documents",
-                remedy="write them into a message, use a model whose template knows documents, or give chat_template",
+                remedy="write them into a message, use a model with a template for documents, or give chat_template",
                 code="unused_documents",
             )
         if values.get("tools") and "tools" not in variables:
             values = {**values, "messages": with_tools(values["messages"], values["tools"])}
         text = _write(name, template, values, longest)
-        text.encode()  # raises where a template writes half of a surrogate pair
+        text.encode()  # raises if the template wrote half of a surrogate pair
     return text
 
 
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """Returns the template with this source, and every name that it looks up: values of other names have no effect.
-    Raises TemplateSyntaxError, or what Python's compiler raises for a template that is nested too deep."""
+    """Return the compiled template and the names that it looks up; values of other names have no effect.
+
+    Raise TemplateSyntaxError, or an error of Python's compiler if the template is nested too deep.
+    """
     environment = _environment()
     tree = environment.parse(source)
     names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
@@ -71,7 +75,7 @@ def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
 
 @lru_cache(maxsize=16)
 def literals(source: str) -> str:
-    """Return the texts that a template writes as they stand in it, with a NUL between each two."""
+    """Return the literal texts in a template, joined with NUL."""
     tree = _environment().parse(source)
     texts = {node.data for node in tree.find_all(nodes.TemplateData)}
     texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
@@ -79,8 +83,10 @@ def literals(source: str) -> str:
 
 
 def _write(name: str, template: jinja2.Template, values: Mapping[str, Any], longest: float) -> str:
-    """Returns the text of a template with these values. If it fails because an assistant's message has no content, that
-    content is made empty."""
+    """Return the text of a template with these values.
+
+    If the template fails and an assistant's message has no content, retry with "" as its content.
+    """
 
     def written(values: Mapping[str, Any]) -> Iterator[str]:
         letters = 0
@@ -105,8 +111,8 @@ def _write(name: str, template: jinja2.Template, values: Mapping[str, Any], long
 
 @contextmanager
 def _input_errors(name: str) -> Iterator[None]:
-    """Turns any exception of a template into an InputError of one line."""
-    field, remedy, code = "messages", "look up which fields the messages and tools of this model have", "invalid_input"
+    """Turn any exception of a template into a one-line InputError."""
+    field, remedy, code = "messages", "check which fields this model's messages and tools have", "invalid_input"
     try:
         yield
         return
@@ -116,26 +122,25 @@ def _input_errors(name: str) -> Iterator[None]:
         message = f"has a syntax error in line {error.lineno}: {error.message}"
         field, remedy = "chat_template", "correct it, or give another one"
     except MemoryError:
-        message = "was stopped: it took more memory than there is"
+        message = "was stopped: it needs more memory than there is"
         field, remedy, code = "chat_template", "correct it, or give another one", "template_limit"
     except SecurityError as error:
-        message = f"does what templates may not: {error}"
+        message = f"does something that templates may not do: {error}"
         field, remedy = "chat_template", "correct it, or give another one"
     except jinja2.UndefinedError as error:
         message = f"fails on these messages: {error}"
     except jinja2.TemplateError as error:
         message = f"refuses these messages: {error}"
-        remedy = "look up which roles the model expects, and in which order"
-    except Exception as error:  # a template may raise anything, and Python's compiler does for one nested too deep
+        remedy = "check which roles the model expects, and in which order"
+    except Exception as error:  # a template may raise anything, and so may Python's compiler for deep nesting
         message = f"fails on these messages: {type(error).__name__}: {error}"
-    # A template may raise a message of any size and any letters; a terminal has one line, and may know ASCII only.
+    # A template's own message may have any size and any letters, so cut it to one line and escape half surrogate pairs.
     line = " ".join(f"the chat template {name} {message[:4000]}".split())[:400]
     raise InputError(line.encode("utf-8", "backslashreplace").decode(), field=field, remedy=remedy, code=code)
 
 
 class _Generation(Extension):
-    """A _Generation is the Jinja extension for {% generation %}, which marks the assistant's text (for training); it
-    renders the content."""
+    """The Jinja extension for {% generation %}, which marks the assistant's text for training. Its content is kept."""
 
     tags = frozenset({"generation"})
 
@@ -146,7 +151,7 @@ class _Generation(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A _Namespace is Jinja's namespace() without the attributes of Python objects (`__class__` and the like)."""
+    """Jinja's namespace() without attributes of Python objects such as `__class__`."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         jinja2.utils.Namespace.__init__(args[0])
@@ -160,7 +165,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Dict:
-    """A _Dict makes objects, like Python's dict, without methods that change them."""
+    """Python's dict() for templates, without methods that change a dict."""
 
     __call__ = staticmethod(dict)
     fromkeys = staticmethod(dict.fromkeys)
@@ -181,7 +186,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
+    environment.filters["tojson"] = _tojson  # Jinja's own filter escapes HTML
     environment.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace}
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -198,7 +203,7 @@ To call a function, write its name and its arguments as a JSON object, in this f
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns messages that describe the tools, their calls and their results as texts."""
+    """Return the messages with the tools, their calls and their results written as text."""
     in_parts = any(isinstance(message.get("content"), list) for message in messages)
     out: list[dict[str, Any]] = []
     is_result = False
@@ -207,7 +212,7 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> l
         content, calls = message.get("content"), message.get("tool_calls")
         if is_result:
             joined = _joined("<tool_response>\n", content, "\n</tool_response>")
-            if after_result:  # templates may want user and assistant in turn
+            if after_result:  # some templates require user and assistant to alternate
                 out[-1]["content"] = _joined(out[-1]["content"], "\n", joined)
             else:
                 out.append({"role": "user", "content": joined})
@@ -234,7 +239,7 @@ def _call(call: Any) -> Any:
 
 
 def _without_nulls(tool: Any) -> Any:
-    """Returns a tool without null fields of its function."""
+    """Return a tool without the null fields of its function."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         return tool
@@ -242,7 +247,7 @@ def _without_nulls(tool: Any) -> Any:
 
 
 def _joined(*contents: Any) -> Any:
-    """Returns contents as one: a text, or a list of parts if one of them is."""
+    """Return contents joined: a text, or a list of parts if any of them is a list."""
     texts = [_json(content) if isinstance(content, Mapping) else content or "" for content in contents]
     if not any(isinstance(text, list) for text in texts):
         return "".join(texts)

@@ -1,4 +1,4 @@
-"""JSON schemas: changes of their keywords, examples of what they describe, proofs that no value fits two of them."""
+"""JSON schemas: keyword changes, example values, and proofs that no value fits two schemas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 Schema = Mapping[str, Any]
-# Keywords that hold values, and those that hold schemas by names.
+# Keywords with data as values; below, keywords that contain schemas by name.
 _VALUES = ("const", "enum", "default", "examples")
 _SIMPLE = {"string": "", "integer": 0, "number": 0.0, "boolean": False}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -17,7 +17,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 def with_schemas(schema: Any, change: Callable[[dict[str, Any]], Any], *, named: bool = False) -> Any:
     """Return a schema with `change` applied to every schema in it, inner schemas first.
 
-    named   whether `schema` is no schema, but has schemas by names
+    With `named`, `schema` is not a schema but an object of schemas by name.
     """
     if isinstance(schema, list):
         return [with_schemas(part, change) for part in schema]
@@ -35,7 +35,7 @@ def with_schemas(schema: Any, change: Callable[[dict[str, Any]], Any], *, named:
 def with_keywords(schema: Any, change: Callable[[str, str], str | None]) -> Any:
     """Return a schema with changed texts of its keywords.
 
-    change  (keyword, text) -> the new text; None: the keyword is dropped
+    `change(keyword, text)` returns the new text, or None to drop the keyword.
     """
 
     def changed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -46,10 +46,10 @@ def with_keywords(schema: Any, change: Callable[[str, str], str | None]) -> Any:
 
 
 def example_of(schema: Any, root: Any = None, refs: dict[str, Any] | None = None) -> Any:
-    """Returns a value that a schema describes: an object with all properties; for several types the first one that is
-    not null. It is None if the schema has no type, or refers to itself.
+    """Return a value that fits a schema: an object has all properties, and the first type that is not null is used.
 
-    root: where references begin. refs: {reference: its example}; of one within itself it is None
+    The result is None if the schema has no type or refers to itself. References start at `root`. `refs` caches the
+    example of each reference; a reference inside itself has the example None.
     """
     root, refs = schema if root is None else root, {} if refs is None else refs
     if not isinstance(schema, Mapping):
@@ -76,7 +76,7 @@ def example_of(schema: Any, root: Any = None, refs: dict[str, Any] | None = None
 
 
 def _target(reference: str, root: Any) -> Any:
-    """Return what a reference within a schema stands for; None for any other reference."""
+    """Return the schema that an internal reference points to; None for other references."""
     target = root if reference.startswith("#") else None
     for name in reference.split("/")[1:]:
         target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
@@ -86,16 +86,16 @@ def _target(reference: str, root: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ disjoint schemas
 
 _KINDS = frozenset(("null", "boolean", "number", "string", "array", "object"))
-# Schemas, and values of enum, that are looked at for a whole schema. A oneOf that would take more stays as it is.
+# Limit on schemas and enum values compared per schema. A oneOf that needs more stays unchanged.
 MOST_COMPARED = 100_000
 _DEEPEST = 12
 
 
 def with_any_of(schema: Any) -> Any:
-    """Return a schema in which each oneOf is an anyOf if no value fits two of its branches: the two then mean the same.
+    """Return a schema in which a oneOf becomes an anyOf if no value fits two of its branches. Both then mean the same.
 
-    Branches are compared by their types, by `const` and `enum`, and by these of a property that one of them requires. A
-    oneOf stays if two branches are not proven to differ.
+    Branches are compared by their types, by `const` and `enum`, and in the same way by the properties that one of them
+    requires. A oneOf stays if two branches are not proven to be disjoint.
     """
     proofs = _Proofs(schema)
 
@@ -112,18 +112,18 @@ def with_any_of(schema: Any) -> Any:
 
 
 class _Proofs:
-    """Proofs about the schemas within a schema. root: that schema, where references begin"""
+    """Proofs about the schemas inside the schema `root`, at which references start."""
 
     def __init__(self, root: Any):
         self._root, self._left = root, MOST_COMPARED
 
     def are_disjoint(self, around: Schema, branches: Sequence[Any]) -> bool:
-        """Return whether no value fits two of the branches of `around`, and what else `around` says."""
+        """Return True if no value fits two of the branches of `around` together with its other keywords."""
         around = {name: value for name, value in around.items() if name not in ("oneOf", "anyOf")}
         return all(self._disjoint([around, one], [around, other], 0) for one, other in combinations(branches, 2))
 
     def _disjoint(self, one: list[Any], other: list[Any], depth: int) -> bool:
-        """Return whether it is proven that no value fits all schemas of both lists."""
+        """Return True if it is proven that no value fits all schemas of both lists."""
         if self._left <= 0 or depth > _DEEPEST:
             return False
         parts, others = self._parts(one), self._parts(other)
@@ -146,7 +146,7 @@ class _Proofs:
         return False
 
     def _excludes_property(self, parts: list[Schema], others: list[Schema], depth: int) -> bool:
-        """Return whether `parts` require a property that objects of `others` never have, or have with other values."""
+        """Return True if `parts` require a property that objects of `others` lack, or have only with other values."""
         lists = (part.get("required") for part in parts)
         required = {name for names in lists if isinstance(names, list) for name in names if isinstance(name, str)}
         return any(
@@ -156,7 +156,7 @@ class _Proofs:
         )
 
     def _parts(self, schemas: list[Any]) -> list[Schema]:
-        """Return schemas that all hold where these do, without references and allOf."""
+        """Return schemas without references and allOf that a value must fit if it fits all `schemas`."""
         parts: list[Schema] = []
         waiting, seen = list(schemas), set[str]()
         while waiting:
@@ -166,7 +166,7 @@ class _Proofs:
             if not isinstance(schema, Mapping):
                 continue
             reference = schema.get("$ref")
-            if isinstance(reference, str):  # older drafts ignore what stands beside a reference
+            if isinstance(reference, str):  # older drafts ignore other keywords beside a reference
                 if reference not in seen:
                     seen.add(reference)
                     waiting.append(_target(reference, self._root))
@@ -178,7 +178,7 @@ class _Proofs:
 
 
 def _properties(parts: list[Schema], name: str) -> list[Any]:
-    """Return the schemas that a property has to fit."""
+    """Return the schemas that a property must fit."""
     schemas = []
     for part in parts:
         table = part.get("properties", {})
@@ -190,7 +190,7 @@ def _properties(parts: list[Schema], name: str) -> list[Any]:
 
 
 def _kinds(parts: list[Schema], values: set[tuple[str, str]] | None) -> frozenset[str]:
-    """Return the types of the values that may fit all of these schemas. Whole numbers are numbers."""
+    """Return the types of values that may fit all of these schemas. Integers count as numbers."""
     kinds = _KINDS
     for part in parts:
         types = part.get("type")
@@ -202,14 +202,14 @@ def _kinds(parts: list[Schema], values: set[tuple[str, str]] | None) -> frozense
 
 
 def _values(parts: list[Schema]) -> set[tuple[str, str]] | None:
-    """Return (type, JSON text) of each value that may fit all of these schemas; None if there may be any others."""
+    """Return (type, JSON text) of each value that may fit all schemas; None if the values are not limited to a list."""
     lists: list[list[Any]] = [[part["const"]] for part in parts if "const" in part]
     lists += [part["enum"] for part in parts if isinstance(part.get("enum"), list)]
     return set.intersection(*({_written(value) for value in values} for values in lists)) if lists else None
 
 
 def _written(value: Any) -> tuple[str, str]:
-    """Return (type, JSON text) of a value; equal values have equal texts."""
+    """Return (type, JSON text) of a value. Equal values have equal texts."""
     if value is None or isinstance(value, bool):
         return ("null" if value is None else "boolean"), json.dumps(value)
     if isinstance(value, (int, float)):

@@ -1,9 +1,9 @@
-"""Subprocess runs what cannot be trusted in a process of its own, with limits: whatever it does, it does it there.
+"""Run untrusted work in a subprocess with limits, so that a failure stays there.
 
-A request is its length (8 bytes) and its bytes; an answer is the length of a JSON object (8 bytes), the object, and
-where that has a "size" so many bytes. One follows the other until the input ends. `Subprocess` sends requests;
-`answer_all` runs in the process, and answers. `BoundedProcess` and `answer_calls` do so for a function that takes plain
-values and returns a text: a call has a limit of processor time, and the process has one of memory.
+A request is its length (8 bytes) and its bytes. An answer is the length of a JSON object (8 bytes), the object, and, if
+the object has a "size", that many bytes. Requests and answers alternate until the input ends. `Subprocess` sends
+requests; `answer_all` runs in the process and answers. `BoundedProcess` and `answer_calls` do the same for a function
+of plain values that returns a text: each call has a CPU time limit, and the process has a memory limit.
 """
 
 from __future__ import annotations
@@ -25,41 +25,45 @@ from ..errors import InputError
 
 LENGTH = struct.Struct("<Q")
 PROGRAM = "import sys; from {module} import main; main(sys.argv[1:], sys.stdin.buffer, sys.stdout.buffer)"
-# Seconds that the process may take to start, the first time, on a busy machine.
+# Seconds that the process may need to start, the first time, on a busy machine.
 START_SECONDS = 60.0
-# How much longer than its processor time a call may take by the clock, on a busy machine.
+# Limit on a call's wall time, as a multiple of its CPU time limit, for busy machines.
 PATIENCE = 20.0
 
 
 class SubprocessEnded(Exception):
-    """The process has ended, or does not answer in time."""
+    """The process has ended or did not answer in time."""
 
 
 class Subprocess:
-    """A Subprocess answers requests in a process of its own, one at a time: callers in several threads hold a lock. The
-    process starts with the first request, and again where a request has ended it. It ends with the Subprocess."""
+    """Answers requests in a subprocess, one at a time. Callers in several threads must use a lock.
+
+    The process starts with the first request, and again after a request ended it. It ends with this object.
+    """
 
     def __init__(self, module: str, arguments: Sequence[str]):
-        """module: the process runs its `main(arguments, source, sink)`."""
+        """Prepare the command. The process runs `main(arguments, source, sink)` of `module`."""
         self._command = [sys.executable, "-P", "-c", PROGRAM.format(module=module), *arguments]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts the process unless it runs, and returns when it is ready. Raises Ended where it is not."""
+        """Start the process unless it runs, and return when it is ready. Raise SubprocessEnded on failure."""
         if self.process is not None and self.process.poll() is None:
             return
         self.end()
         self.process = self._started()
-        self._answer(b"", START_SECONDS)  # a process that has started well answers an empty request
+        self._answer(b"", START_SECONDS)  # a process that has started answers an empty request
 
     def ask(self, request: bytes, seconds: float) -> tuple[dict[str, Any], bytearray]:
-        """Returns the object of the answer, and its bytes. Raises Ended where there is none in so many seconds, not
-        counting the start; the process has then ended."""
+        """Return the object of the answer, and its bytes.
+
+        Raise SubprocessEnded if no answer comes within `seconds`, not counting the start. The process is then ended.
+        """
         self.start()
         return self._answer(request, seconds)
 
     def end(self) -> None:
-        """Ends the process; the next request starts another."""
+        """End the process; the next request starts a new one."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -72,7 +76,7 @@ class Subprocess:
             self.end()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Returns the process. It imports nothing from the current folder (-P)."""
+        """Start and return the process. It imports nothing from the current folder (-P)."""
         root = str(Path(__file__).parents[1])
         variables = ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH")
         environment = {name: os.environ[name] for name in variables if name in os.environ}
@@ -86,12 +90,15 @@ class Subprocess:
                 stdout=child_end.fileno(),
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # so that Ctrl-C is for the process that waits for the answer
+                start_new_session=True,  # Ctrl-C must reach only the waiting process
             )
 
     def _answer(self, request: bytes, seconds: float) -> tuple[dict[str, Any], bytearray]:
-        """Returns the answer of the process. Where the exchange is broken off, by an interrupt too, the process ends:
-        the rest of its answer would be taken for the next one."""
+        """Return the answer of the process.
+
+        If the exchange is interrupted in any way, the process ends: otherwise the next call would read the rest of this
+        answer.
+        """
         deadline = time.monotonic() + seconds
         try:
             self._socket.settimeout(seconds)
@@ -119,17 +126,22 @@ class Subprocess:
 
 
 class BoundedProcess:
-    """A process for calls of one function, one at a time; calls of several threads wait for each other. The process
-    starts with the first call, and again after a call has ended it."""
+    """A subprocess for calls of one function, one at a time; calls from several threads wait for each other.
+
+    The process starts with the first call, and again after a call ended it.
+    """
 
     def __init__(self, module: str, memory: int):
-        """module: its `main` calls `answer_calls`; memory: bytes that the process may have"""
+        """Prepare the process. `main` of `module` calls `answer_calls`; `memory` is the limit in bytes."""
         self._lock = threading.Lock()
         self.subprocess = Subprocess(module, [str(memory)])
 
     def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
-        """Return what the function returns. Raise its InputError, SubprocessEnded for a call that takes more than so
-        many seconds of processor time or too much memory, and ValueError for arguments that are no JSON."""
+        """Return the result of the function, or raise its InputError.
+
+        Raise SubprocessEnded if the call needs more than `seconds` of CPU time or too much memory. Raise ValueError if
+        the arguments are not JSON.
+        """
         request = json.dumps({"arguments": arguments, "seconds": seconds}).encode()
         with self._lock:
             answer, text = self.subprocess.ask(request, PATIENCE * seconds)
@@ -143,7 +155,7 @@ def answer_calls(
 ) -> None:
     """Answer the calls of a BoundedProcess until `source` ends.
 
-    first: arguments of a call that is made before memory is limited, so that the function imports what it needs
+    `first` are the arguments of a call that runs before memory is limited, so that the function can do its imports.
     """
 
     def answer(request: bytes) -> tuple[dict[str, Any], bytes]:
@@ -164,7 +176,7 @@ def answer_calls(
 
 
 def answer_all(answer: Callable[[bytes], tuple[dict[str, Any], bytes]], source: BinaryIO, sink: BinaryIO) -> None:
-    """Answers requests until `source` ends. answer: returns the object and the bytes of an answer."""
+    """Answer requests until `source` ends. `answer` returns the object and the bytes of an answer."""
     while head := source.read(LENGTH.size):
         data = source.read(LENGTH.unpack(head)[0])
         fields, body = answer(data)
@@ -176,14 +188,16 @@ def answer_all(answer: Callable[[bytes], tuple[dict[str, Any], bytes]], source: 
 
 
 def _limit_time(seconds: float) -> None:
-    """Have the system end this process after so many seconds of processor time, within compiled code too; 0: never. On
-    Windows only the caller's clock ends it."""
+    """Let the system end this process after this much CPU time, even inside compiled code; 0 removes the limit.
+
+    On Windows there is no such limit; the caller's timeout ends the process.
+    """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_process(memory: int) -> None:
-    """Takes from this process what it does not need: memory beyond so many bytes, files, core dumps."""
+    """Limit this process to `memory` bytes, and forbid writing files and core dumps."""
     try:
         import resource
     except ImportError:  # not on Windows

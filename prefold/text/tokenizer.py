@@ -1,7 +1,7 @@
-"""Turns text into token ids and back, by the checkpoint's own files.
+"""Text to token ids and back, with the checkpoint's own files.
 
-It wraps the `tokenizers` library; `load.py` makes a tokenizer out of a checkpoint. It never truncates and never pads:
-the tasks refuse or cut what is too long.
+This wraps the `tokenizers` library; `load.py` creates a tokenizer from a checkpoint. A tokenizer never truncates and
+never pads: tasks refuse or cut texts that are too long.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-# Keeps special tokens that stand in what a user wrote as text, while those that a chat template writes stay special.
+# Special tokens in a user's text stay plain text, while those written by a chat template stay special.
 #
-# In a user's texts a character is put behind the first letter of whatever would be read as a special token, and of what
-# one begins with at a text's end, since the template may write another text right behind it (`shielded`).
-# The template writes the conversation, in which the only special tokens are then its own. `encode` gives these other
-# names, takes the characters away, and encodes the text with a copy of the tokenizer that knows the special tokens by
-# these names only.
+# In a user's text, a shield character is inserted behind the first letter of every special token. The same happens to a
+# partial special token at the end of a text, because the template may write more text directly after it (`shielded`).
+# The template then renders the conversation, which then has only the template's own special tokens. `encode` renames
+# these tokens, removes the shields, and encodes the text with a copy of the tokenizer that has only the new names.
 
-# Two of the code points that Unicode keeps for use inside of programs, and that are no characters.
+# Two code points that Unicode reserves for internal use by programs; they are no characters.
 SHIELD, MARK = "\ufdd0", "\ufdd1"
-# A template that writes an object as Python or JSON would may write its SHIELDs in these letters.
+# A template that writes an object as Python or JSON may write SHIELD in this form.
 SHIELD_WRITTEN = r"\ufdd0"
 
 
 class EscapingEncoder:
-    """An EscapingEncoder encodes conversations in which special tokens that users write stay plain text."""
+    """Encodes conversations so that special tokens written by users stay plain text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, only: Collection[str] | None = None):
-        """Escapes the special tokens of a tokenizer. only: those to escape; None: all"""
+        """Escape the special tokens of a tokenizer; `only` limits this to some of them, None means all."""
         added = backend.get_added_tokens_decoder()
         special = {token.content: id for id, token in added.items() if token.special}
         self._ids = {content: id for content, id in special.items() if only is None or content in only}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # Whatever a special token begins with, from one letter to all but the last.
+        # All proper prefixes of special tokens.
         self._begins = {content[:end] for content in self._ids for end in range(1, len(content))}
         self._longest = max(map(len, self._begins), default=0)
         self._copy = _renamed(backend, self._ids)
 
     def finds(self, text: str) -> bool:
-        """Returns whether a text has a special token to escape."""
+        """Return True if a text contains a special token to escape."""
         return self._special.search(text) is not None
 
     def shielded(self, value: Any, field: str) -> Any:
-        """Returns a JSON value with a SHIELD in each special token of its texts, and in each end of a text that may
-        become one with the following text. Raises InputError for texts with the SHIELD itself, for values nested too
-        deep, and for other types."""
+        """Return a JSON value with a SHIELD in each special token and in each end of a text that may start one.
+
+        Raise InputError for texts that contain SHIELD, for values nested too deep, and for other types.
+        """
         return plain_json(value, field, self._shielded)
 
     def _shielded(self, text: str, field: str) -> str:
@@ -70,11 +70,13 @@ class EscapingEncoder:
         return self._ended(self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], text))
 
     def _ended(self, text: str) -> str:
-        """Returns a text with a SHIELD in each end of it that begins a special token. A single word stays as it is: it
-        may be a key, a role or a type, which templates compare."""
+        """Return a text with a SHIELD in each of its ends that starts a special token.
+
+        A single word stays unchanged: it may be a key, a role or a type, which templates compare.
+        """
         if text.isidentifier():
             return text
-        ends = {len(text), len(text.rstrip())}  # templates may strip it
+        ends = {len(text), len(text.rstrip())}  # templates may strip the text
         starts = {
             start
             for end in ends
@@ -86,7 +88,7 @@ class EscapingEncoder:
         return text
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the token ids of a rendered text of shielded values, int32 [n], without added tokens."""
+        """Return the token ids of a rendered text of shielded values, int32 [n], without added special tokens."""
         marked = self._special.sub(lambda match: _name(self._ids[match[0]]), text)
         bare = marked.replace(SHIELD, "").replace(SHIELD_WRITTEN, "")
         return np.asarray(self._copy.encode(bare, add_special_tokens=False).ids, dtype=np.int32)
@@ -97,13 +99,15 @@ def _name(id: int) -> str:
 
 
 def _renamed(backend: tokenizers.Tokenizer, ids: Mapping[str, int]) -> tokenizers.Tokenizer:
-    """Returns a copy of a tokenizer with other names for special tokens, also in its vocabulary, so that no text is
-    read as one of them."""
+    """Return a copy of a tokenizer with new names for special tokens.
+
+    The names change in its vocabulary too, so that no text is read as one of them.
+    """
     import tokenizers
 
     names = {content: _name(id) for content, id in ids.items()}
     settings = json.loads(backend.to_str())
-    settings["post_processor"] = None  # it adds special tokens, by their names
+    settings["post_processor"] = None  # the post-processor adds special tokens by name
     for token in settings["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = settings["model"]
@@ -122,16 +126,17 @@ PART_CHARACTERS = 4096
 
 
 class Tokenizer:
-    """A Tokenizer turns text into token ids and back.
+    """The tokenizer of a checkpoint.
 
-    prefix_ids, suffix_ids   int32: what `special=True` puts before and after every text
-                             (Llama 3: its BOS before; Qwen3-Embedding: <|endoftext|> after)
-    special_tokens           {"bos_token": "<s>", ...}: as chat templates see them
-    bos_id, eos_id, pad_id   the ids of these special tokens, None when the checkpoint names none
-    vocab_size               one more than the largest id it can give
-    max_length               tokens the tokenizer's files allow, None when they set no limit
-    truncation_side          "right" or "left": where a text is cut when cutting was asked for
-    chat_templates           the checkpoint's chat templates
+    Attributes:
+        prefix_ids: The ids that `special=True` puts before every text, int32 (Llama 3: BOS).
+        suffix_ids: The ids that `special=True` puts after every text, int32 (Qwen3-Embedding: <|endoftext|>).
+        special_tokens: {"bos_token": "<s>", ...}, as chat templates see them.
+        bos_id: Id of the BOS token; None if the checkpoint names none. The same for `eos_id` and `pad_id`.
+        vocab_size: One more than the largest id.
+        max_length: The most tokens that the tokenizer's files allow; None without a limit.
+        truncation_side: "right" or "left": the end at which a text is cut, if the caller asks for a cut.
+        chat_templates: The checkpoint's chat templates.
     """
 
     def __init__(
@@ -144,9 +149,8 @@ class Tokenizer:
         max_length: int | None = None,
         truncation_side: str = "right",
     ):
-        """Wraps `backend`. special_ids: {"bos_token": 1, ...}, for special tokens that `special_tokens` does not
-        name."""
-        # Files may set the padding and truncation that the model was trained with. Neither is wanted here.
+        """Wrap `backend`. `special_ids` ({"bos_token": 1, ...}) has ids of tokens missing from `special_tokens`."""
+        # The files may set the padding and truncation used in training. Both must be off here.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -167,17 +171,25 @@ class Tokenizer:
         self._line_cuts = line_cuts(backend, vocab)
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """Returns the token ids of a text, int32 [n]. Raises InputError for a text that is not valid Unicode.
+        """Return the token ids of a text, int32 [n].
 
-        special: whether to add what the checkpoint's post-processor adds (`prefix_ids`, `suffix_ids`). Special
-        tokens written inside the text are recognised either way.
+        Args:
+            text: The text.
+            special: Add `prefix_ids` and `suffix_ids`. Special tokens inside the text are recognised in any case.
+
+        Raises:
+            InputError: The text is not valid Unicode.
         """
         return self._finish(self.backend.encode(valid_text(text), add_special_tokens=False).ids, special)
 
     def encode_batch(self, texts: Sequence[str], special: bool = True) -> list[np.ndarray]:
-        """Returns the token ids of each text, as `encode` does, computed on all cores. What neighbouring texts begin
-        with in common is encoded once. Raises InputError, its field "texts[i]", for a text that is not valid
-        Unicode."""
+        """Return the token ids of each text like `encode`, computed on all cores.
+
+        A common prefix of neighbouring texts is encoded once.
+
+        Raises:
+            InputError: A text is not valid Unicode; its field is "texts[i]".
+        """
         for i, text in enumerate(texts):
             valid_text(text, f"texts[{i}]")
         places = self._line_cuts
@@ -185,32 +197,34 @@ class Tokenizer:
         return [self._finish(row, special) for row in ids]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Returns the text of token ids. Ids that the vocabulary does not have are skipped."""
+        """Return the text of token ids. Ids outside the vocabulary are skipped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def decode_batch(self, lists: Sequence[Sequence[int]], skip_special: bool = False) -> list[str]:
-        """Returns the text of each list of token ids. Other threads run meanwhile."""
+        """Return the text of each list of token ids. The interpreter lock is released meanwhile."""
         texts: list[str] = self.backend.decode_batch(lists, skip_special_tokens=skip_special)
         return texts
 
     def cut_at(self, text: str, start: int) -> int:
-        """Return the place at which a text may be cut so that its parts together have the ids of the text: behind or
-        before the newline of the line that begins at `start`; 0 if the text may not be cut there."""
+        """Return the cut behind or before the newline that precedes the line at `start`; 0 if no cut is allowed.
+
+        The parts of a text cut there have together the ids of the text.
+        """
         return self._line_cuts.at(text, start) if self._line_cuts else 0
 
     def is_longer(self, text: str, tokens: int) -> bool:
-        """Returns whether a text certainly has more than so many tokens, judged without encoding it."""
+        """Return True if a text certainly has more than `tokens` tokens, without encoding it."""
         least = self._least_tokens
         return least is not None and len(text) > tokens * least.longest and least.of(text) > tokens
 
     def part(self, text: str, tokens: int, *, left: bool = False) -> str:
-        """Returns the beginning of a text (left: its end) with more than its first (last) `tokens` tokens.
+        """Return the start of a text (left: its end) with more than its first (last) `tokens` tokens.
 
-        It is the whole text where `is_longer` does not know that the text is longer.
+        Return the whole text unless `is_longer` is True for it.
         """
         if self.is_longer(text, tokens):
             assert self._least_tokens is not None
-            # A token is encoded as in the whole text where enough stands behind it.
+            # With enough text after it, a token is encoded as in the whole text.
             size = (tokens + 1) * self._least_tokens.longest + PART_CHARACTERS
             part = text[-size:] if left else text[:size]
             if self.is_longer(part, tokens):
@@ -218,18 +232,17 @@ class Tokenizer:
         return text
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Returns (begin, end) of each token in a text, in characters, without special tokens."""
+        """Return (start, end) of each token in a text, in characters, without special tokens."""
         spans: list[tuple[int, int]] = self.backend.encode(text, add_special_tokens=False).offsets
         return spans
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns (the token ids of a text, their `spans`), without special tokens. Other threads run meanwhile."""
-        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # `encode` would hold the interpreter
+        """Return (the token ids of a text, their `spans`), without special tokens. Releases the interpreter lock."""
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # `encode` would hold the lock
         return encoding.ids, encoding.offsets
 
     def pair_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the special tokens that the checkpoint puts before, between and after the two texts of a pair,
-        int32 [n] each."""
+        """Return the special tokens that the checkpoint puts before, between and after two texts, int32 [n] each."""
         probe = self.backend.encode("a", "a", add_special_tokens=True)
         body = self.backend.encode("a", add_special_tokens=False).ids
         special = np.array(probe.special_tokens_mask, dtype=bool)
@@ -239,11 +252,11 @@ class Tokenizer:
         return ids[:first], ids[first + len(body) : second], ids[second + len(body) :]
 
     def token_id(self, token: str) -> int | None:
-        """Returns the id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), or None."""
+        """Return the id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), or None."""
         return self.backend.token_to_id(token)
 
     def token_names(self, ids: Sequence[int]) -> list[str]:
-        """Returns the exact name of each token in the vocabulary ("Ġthe"), "" for an unknown id."""
+        """Return the exact name of each token in the vocabulary ("Ġthe"); "" for an unknown id."""
         return [self.backend.id_to_token(id) or "" for id in ids]
 
     @cached_property
@@ -253,18 +266,19 @@ class Tokenizer:
         return {token.content: id for id, token in added.items() if token.special}
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], /, **options: object) -> str:
-        """Returns the text of a conversation by `ChatTemplates.render`. Encode it with special=False: it has its own
-        special tokens."""
+        """Return the text of a conversation from `ChatTemplates.render`.
+
+        Encode it with special=False, because it contains its special tokens.
+        """
         return self.chat_templates.render(messages, **options)  # type: ignore[arg-type]
 
     @cached_property
     def escaping(self) -> EscapingEncoder:
-        """Returns the Escaping of all special tokens, which is made at the first use."""
+        """The EscapingEncoder of all special tokens, created at the first use."""
         return EscapingEncoder(self.backend)
 
     def escaping_only(self, tokens: Collection[str]) -> EscapingEncoder:
-        """Returns the Escaping of these special tokens, which is made at the first use because it holds a copy of the
-        tokenizer."""
+        """Return the EscapingEncoder of these special tokens, cached because it copies the tokenizer."""
         key = frozenset(tokens)
         if key not in self._escapings:
             self._escapings[key] = EscapingEncoder(self.backend, key)
@@ -284,7 +298,7 @@ class Tokenizer:
 
 
 def _added_ids(backend: tokenizers.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the special tokens that the post-processor puts before and after every text, int32 [n] each."""
+    """Return the special tokens that the post-processor puts before and after every text, int32 [n] each."""
     probe = backend.encode("a", add_special_tokens=True)
     body = len(backend.encode("a", add_special_tokens=False).ids)
     before = 0

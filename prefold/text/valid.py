@@ -9,16 +9,16 @@ from ..errors import InputError
 
 
 def wrong_type(value: object, field: str, expected: str, remedy: str) -> InputError:
-    """Returns the error of a value of a wrong type. expected: the right one, such as "a text"."""
+    """Return the error for a value of a wrong type. `expected` describes the right type, such as "a text"."""
     message = f"{field!r} is of type {type(value).__name__}, not {expected}"
     return InputError(message, field=field, remedy=remedy, code="wrong_type")
 
 
 def check_said(text: str, field: str, *, blank: bool = False) -> None:
-    """Raises InputError for an empty text, and for one of white space alone unless `blank` texts are allowed.
+    """Raise InputError for an empty text, and for white space alone unless `blank` is True.
 
-    Every way of asking comes here: a text that is embedded, classified or ranked has to say something; a prompt that is
-    continued may be blank, as what follows depends on it.
+    All tasks call this check. A text to embed, classify or rank must have content. A prompt to continue may be blank,
+    because the blanks affect the answer.
     """
     if not text or (not blank and text.isspace()):
         fault = "white space alone" if text else "empty"
@@ -26,7 +26,7 @@ def check_said(text: str, field: str, *, blank: bool = False) -> None:
 
 
 def valid_text(text: object, field: str = "text") -> str:
-    """Returns `text`, a str that UTF-8 can hold. Raises InputError, naming `field`, for any other value."""
+    """Return `text` if it is a str of valid Unicode. Raise InputError, naming `field`, for any other value."""
     if text is None:
         raise InputError(f"{field!r} is null", field=field, remedy="give it a text", code="null")
     if not isinstance(text, str):
@@ -38,19 +38,22 @@ def valid_text(text: object, field: str = "text") -> str:
             at = f"at character {error.start}"
             message = f"{field!r} holds half of a surrogate pair {at}, so it is not valid Unicode"
             remedy = "decode the text again from its source"
-            if "\udc80" <= text[error.start] <= "\udcff":  # a byte of a file (`surrogateescape`)
+            if "\udc80" <= text[error.start] <= "\udcff":  # a byte of a file, decoded with `surrogateescape`
                 message, remedy = f"{field!r} is not valid UTF-8 {at}", "re-encode it as UTF-8"
             raise InputError(message, field=field, remedy=remedy, code="invalid_utf8") from None
     return text
 
 
-# How deep objects and lists of a message or a tool may be nested. Real ones have about ten levels.
+# Limit on the nesting of objects and lists in a message or a tool. Real ones have about ten levels.
 DEEPEST = 100
 
 
 def plain_json(value: Any, field: str, write: Callable[[str, str], str] = valid_text, depth: int = 0) -> Any:
-    """Returns a copy of a value in plain JSON types. write: write(text, field) -> the text to put in its place. Raises
-    InputError for other types, and for values nested too deep."""
+    """Return a copy of a value in plain JSON types.
+
+    `write(text, field)` returns the replacement of each text. Raise InputError for other types and for nesting deeper
+    than DEEPEST.
+    """
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):

@@ -1,7 +1,8 @@
-"""Trains on shared prefixes: the completions of one prompt compute it once, forward and backward.
+"""Train on shared prefixes: each shared prompt is computed once, forward and backward.
 
-`load_model` loads a model. `TrainBatch` lays sequences out as rows, `logprobs` reads their targets with gradients, and
-the usual losses take those. `prefold.train.hf` does this with a model of transformers.
+`load_model` loads a model. `TrainBatch` lays sequences out as rows, `logprobs` returns the log-probabilities of their
+targets with gradients, and `sft_loss`, `dpo_loss` and `group_loss` compute losses from them. `prefold.train.hf` does
+the same for a model of transformers.
 """
 
 from __future__ import annotations

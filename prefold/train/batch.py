@@ -1,4 +1,4 @@
-"""Lays sequences to train on out as one step of a row stream, and parts large batches into micro-batches."""
+"""Lay training sequences out as one step of a row stream, and split large batches into micro-batches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ from ..worker.torch.rows import Batch, prepare, row_attention_of
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """An Examples holds checked sequences, and which of their tokens are targets: learned from, or read.
+    """Checked sequences of token ids, with a mask of the targets (the tokens to learn or to read).
 
-    tokens      int32 [N], offsets int64 [B + 1]: sequence s is tokens[offsets[s]:offsets[s + 1]]
-    is_target   bool [N]; a target is read at the token before it, so a sequence's first token is none
+    A target is read at the token before it, so the first token of a sequence cannot be a target. Make examples with
+    `Examples.build`.
+
+    Attributes:
+        tokens: int32 [N], the tokens of all sequences, one after the other.
+        offsets: int64 [B + 1]. Sequence s is `tokens[offsets[s]:offsets[s + 1]]`.
+        is_target: bool [N], True for targets.
     """
 
     tokens: np.ndarray
@@ -40,24 +45,39 @@ class Examples:
         prompt_lengths: Sequence[int] | None = None,
         masks: Sequence[Any] | None = None,
     ) -> Examples:
-        """Returns the examples that sequences of token ids make.
+        """Check sequences and mark their targets.
 
-        sequences       token ids, each a list, array or tensor
-        prompt_lengths  one number for each sequence: the tokens after its first so many are targets
-        masks           one truth value for each token of each sequence: whether it is a target
+        Without `prompt_lengths` and `masks`, all tokens but the first of each sequence are targets.
 
-        With neither of them all tokens but the first of each sequence are targets. Raises InputError, naming the
-        sequence, where there is nothing to learn from, or a sequence does not fit the model.
+        Args:
+            config: The config of the model.
+            sequences: The token ids of each sequence, as a list, array or tensor.
+            prompt_lengths: One number per sequence. All tokens after the first `prompt_lengths[s]` ones are targets.
+            masks: One sequence of booleans per sequence, True for targets. Give this or `prompt_lengths`.
+
+        Returns:
+            The examples.
+
+        Raises:
+            InputError: A sequence has no target, is too long for the model, or has a token outside the vocabulary; or
+                the arguments do not fit together. The message names the sequence.
+
+        Example:
+            >>> examples = Examples.build(model.config, [[5, 8, 2], [5, 9, 7, 2]], prompt_lengths=[1, 1])
+            >>> examples.num_sequences
+            2
         """
         arrays = [np.asarray(tokens) for tokens in sequences]
         if not arrays:
-            raise InputError("there are no sequences", field="sequences", remedy="give at least one")
+            raise InputError("there are no sequences", field="sequences", remedy="pass at least one sequence")
         offsets = np.cumsum([0, *map(len, arrays)])
         flat = np.concatenate([a if len(a) else np.zeros(0, np.int64) for a in arrays])
         tokens, offsets = check_ragged(flat, offsets, vocab_size=config.vocab_size)
         if masks is not None:
             if prompt_lengths is not None:
-                raise InputError("both prompt_lengths and masks are given", field="masks", remedy="give one of them")
+                raise InputError(
+                    "both prompt_lengths and masks are given", field="masks", remedy="pass only one of them"
+                )
             is_target = _from_masks(masks, offsets)
         else:
             is_target = _from_lengths([1] * len(arrays) if prompt_lengths is None else prompt_lengths, offsets)
@@ -65,9 +85,9 @@ class Examples:
         longest = int(np.argmax(examples.num_rows))
         if (rows := int(examples.num_rows[longest])) > config.max_positions:
             raise InputError(
-                f"sequence {longest} has {rows} tokens before its last target; the model takes {config.max_positions}",
+                f"sequence {longest} has {rows} tokens before its last target; the maximum is {config.max_positions}",
                 field="sequences",
-                remedy="shorten it",
+                remedy="shorten the sequence",
                 code="too_long",
             )
         return examples
@@ -78,17 +98,17 @@ class Examples:
 
     @property
     def num_rows(self) -> np.ndarray:
-        """Returns how many tokens of each sequence come before its last target, int64 [B]: only these need rows."""
+        """The number of tokens of each sequence before its last target, int64 [B]. Only these tokens become rows."""
         rows = np.where(self.is_target, np.arange(len(self.tokens)), 0)
         return np.maximum.reduceat(rows, self.offsets[:-1]) - self.offsets[:-1]
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of each sequence before its last target: int32 tokens, int64 offsets [B + 1]."""
+        """Return the tokens of each sequence before its last target: tokens int32 [n], offsets int64 [B + 1]."""
         lengths = self.num_rows
         return self.tokens[ragged_ranges(self.offsets[:-1], lengths)], np.concatenate(([0], np.cumsum(lengths)))
 
     def take(self, numbers: np.ndarray) -> Examples:
-        """Returns the sequences with these numbers, in their order."""
+        """Return the sequences with the given indices, int64 [n], in that order."""
         lengths = np.diff(self.offsets)[numbers]
         index = ragged_ranges(self.offsets[:-1][numbers], lengths)
         return Examples(self.tokens[index], np.concatenate(([0], np.cumsum(lengths))), self.is_target[index])
@@ -96,18 +116,21 @@ class Examples:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TrainBatch:
-    """A TrainBatch is what one forward and backward pass computes: rows, and the targets that are read at them, as
-    pairs (row, id).
+    """The input of one forward and backward pass: rows, and targets that are read at rows.
 
-    sharing         "full": the trie's rows; "mlp": attention over the sequences as they are, all else over the
-                    trie's rows; "off": the sequences as they are
-    step            the rows, as the engine knows them: one step of the whole stream, nothing carried
-    num_tokens      rows of the sequences without sharing
-    numbers         int64 [sequences]: the numbers of its sequences among those that were given
-    target_offsets  int64 [sequences + 1]: the targets of sequence s are target_offsets[s] .. target_offsets[s + 1],
-                    here and in every array of targets, in the order of its tokens
-    target_ids      int64 [targets]
-    target_reads    int64 [targets]: where in step.read_rows the row is at which each is read
+    Make batches with `TrainBatch.build` or `micro_batches`. In every array of targets, the targets of sequence s are
+    `target_offsets[s]:target_offsets[s + 1]`, in the order of its tokens.
+
+    Attributes:
+        config: The config of the model.
+        sharing: "full": rows of the trie. "mlp": rows of the trie, but attention over the plain sequences. "off": plain
+            sequences.
+        step: The rows as one step of a whole stream, without a carried path.
+        num_tokens: Number of rows without sharing.
+        numbers: int64 [sequences], the index of each sequence among the sequences that were passed.
+        target_offsets: int64 [sequences + 1].
+        target_ids: int64 [targets], the token id of each target.
+        target_reads: int64 [targets], the index in `step.read_rows` of the row at which each target is read.
     """
 
     config: ModelConfig
@@ -130,8 +153,26 @@ class TrainBatch:
         masks: Sequence[Any] | None = None,
         sharing: Sharing = "full",
     ) -> TrainBatch:
-        """Returns the batch of sequences. The arguments but `sharing`, and the errors, are those of
-        `Examples.build`."""
+        """Lay sequences out as one batch.
+
+        Args:
+            config: The config of the model.
+            sequences: The token ids of each sequence, as a list, array or tensor.
+            prompt_lengths: As in `Examples.build`.
+            masks: As in `Examples.build`.
+            sharing: As in the class.
+
+        Returns:
+            The batch.
+
+        Raises:
+            InputError: As in `Examples.build`, or `sharing` is unknown.
+
+        Example:
+            >>> batch = TrainBatch.build(model.config, [prompt + answer for answer in answers],
+            ...                          prompt_lengths=[len(prompt)] * len(answers))
+            >>> loss = sft_loss(logprobs(model, batch))
+        """
         examples = Examples.build(config, sequences, prompt_lengths=prompt_lengths, masks=masks)
         return cls.lay_out(config, examples, sharing=sharing)
 
@@ -139,19 +180,31 @@ class TrainBatch:
     def lay_out(
         cls, config: ModelConfig, examples: Examples, *, sharing: Sharing = "full", numbers: np.ndarray | None = None
     ) -> TrainBatch:
-        """Returns the batch of examples that have been checked. numbers: their names in the batch, by default 0, 1, 2,
-        ..."""
+        """Lay checked examples out as one batch.
+
+        Args:
+            config: The config of the model.
+            examples: The examples.
+            sharing: As in the class.
+            numbers: int64 [sequences], the `numbers` of the batch. None: 0, 1, 2, ...
+
+        Returns:
+            The batch.
+
+        Raises:
+            InputError: `sharing` is unknown.
+        """
         if sharing not in SHARING_MODES:
             raise InputError(
-                f"sharing is {sharing!r}", field="sharing", remedy=f"give one of {', '.join(SHARING_MODES)}"
+                f"sharing is {sharing!r}", field="sharing", remedy=f"use one of {', '.join(SHARING_MODES)}"
             )
         tokens, offsets = examples.rows()
         trie = Trie.build(tokens, offsets, share=sharing == "full")
         fold = None if sharing == "off" else PrefixMap.build(tokens, offsets)
         targets = np.flatnonzero(examples.is_target)
         target_offsets = np.searchsorted(targets, examples.offsets)
-        # A target is read at the token before it. Sequences lie closer together here than in `examples`, because the
-        # tokens after their last targets are left out.
+        # A target is read at the token before it. Offsets are smaller here than in `examples`, because tokens after the
+        # last target of a sequence are left out.
         moved = np.repeat(offsets[:-1] - examples.offsets[:-1], np.diff(target_offsets))
         at = targets - 1 + moved
         step = _step(trie, at if fold is None or sharing == "mlp" else fold.scatter[at])
@@ -182,49 +235,56 @@ class TrainBatch:
 
     @property
     def num_rows(self) -> int:
-        """Returns how many rows go through the position-wise layers."""
+        """The number of rows that the position-wise layers compute."""
         return self.step.num_rows
 
     def prepared(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """Returns the step as tensors and attention plans, made once for each device and dtype of queries, keys and
-        values."""
+        """Return the step as tensors and attention plans, cached by device and dtype.
+
+        Args:
+            device: The device of the model.
+            dtype: The dtype of queries, keys and values.
+
+        Returns:
+            The prepared step.
+        """
         if (device, dtype) not in self._prepared:
             attention = row_attention_of(self.config, dtype, device)
             self._prepared[device, dtype] = prepare(self.step, self.config, attention)
         return self._prepared[device, dtype]
 
     def target_counts(self, device: torch.device) -> Tensor:
-        """Returns how many targets each sequence has, int64 [sequences]."""
+        """Return the number of targets of each sequence, int64 [sequences]."""
         return torch.from_numpy(np.diff(self.target_offsets)).to(device)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Returns the sum of `values` [targets] over each sequence's targets, [sequences]."""
+        """Return the sum of `values` [targets] over the targets of each sequence, [sequences]."""
         owner = torch.repeat_interleave(self.target_counts(values.device))
         return values.new_zeros(self.num_sequences).index_add(0, owner, values)
 
     def means(self, values: Tensor) -> Tensor:
-        """Returns the mean of `values` [targets] over each sequence's targets, [sequences]."""
+        """Return the mean of `values` [targets] over the targets of each sequence, [sequences]."""
         return self.sums(values) / self.target_counts(values.device)
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Returns the part of `values` [targets] that belongs to each sequence."""
+        """Return the part of `values` [targets] of each sequence, a list of tensors."""
         return list(values.split(np.diff(self.target_offsets).tolist()))
 
 
 def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of queries, keys and values of a model of this dtype: under autocast that of linear layers."""
+    """Return the dtype of queries, keys and values for a model dtype. Under autocast, it is the dtype of linears."""
     autocast = torch.is_autocast_enabled(device.type) and dtype != torch.float64
     return torch.get_autocast_dtype(device.type) if autocast else dtype
 
 
 def _step(trie: Trie, at: np.ndarray) -> StreamStep:
-    """Return all rows of a stream as one step. at: the row at which each target is read"""
+    """Return all rows of a stream as one step. Target i is read at row `at[i]`, int64 [targets]."""
     read_rows, reads = np.unique(at, return_inverse=True)
     return StreamStep(
         tokens=trie.tokens,
         positions=trie.positions,
         path=0,
-        end=trie.end.copy(),  # a copy, because torch does not take read-only arrays
+        end=trie.end.copy(),  # torch does not accept read-only arrays
         key_positions=trie.positions,
         read_rows=read_rows,
         read_out=Reads(LAST, reads),
@@ -238,13 +298,13 @@ def _from_lengths(prompt_lengths: Sequence[int], offsets: np.ndarray) -> np.ndar
         raise InputError(
             f"{len(prompts)} prompt lengths for {len(lengths)} sequences",
             field="prompt_lengths",
-            remedy="give one for each sequence",
+            remedy="pass one per sequence",
         )
     for s in np.flatnonzero((prompts < 1) | (prompts >= lengths))[:1].tolist():
         raise InputError(
-            f"sequence {s} has {lengths[s]} tokens and a prompt of {prompts[s]}: nothing to read or to learn",
+            f"sequence {s} has {lengths[s]} tokens and a prompt of {prompts[s]}, so it has no target",
             field="prompt_lengths",
-            remedy="a prompt has at least one token, and at least one follows it",
+            remedy="a prompt needs at least one token, and at least one token after it",
         )
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     return position >= np.repeat(prompts, lengths)
@@ -254,7 +314,7 @@ def _from_masks(masks: Sequence[Any], offsets: np.ndarray) -> np.ndarray:
     lengths = np.diff(offsets)
     if len(masks) != len(lengths):
         raise InputError(
-            f"{len(masks)} masks for {len(lengths)} sequences", field="masks", remedy="give one for each sequence"
+            f"{len(masks)} masks for {len(lengths)} sequences", field="masks", remedy="pass one per sequence"
         )
     parts = [np.asarray(mask).astype(bool) for mask in masks]
 
@@ -263,13 +323,11 @@ def _from_masks(masks: Sequence[Any], offsets: np.ndarray) -> np.ndarray:
 
     for s, (mask, length) in enumerate(zip(parts, lengths.tolist(), strict=True)):
         if mask.shape != (length,):
-            fail(
-                s, f" has {length} tokens and a mask of shape {list(mask.shape)}", "give one truth value for each token"
-            )
+            fail(s, f" has {length} tokens and a mask of shape {list(mask.shape)}", "pass one boolean per token")
         if mask[0]:
-            fail(s, "'s first token is a target", "leave it out, since a target is read at the token before it")
+            fail(s, "'s first token is a target", "set it to False, because a target is read at the token before it")
         if not mask.any():
-            fail(s, " has no target", "leave it out, or name what is learned from it")
+            fail(s, " has no target", "leave the sequence out, or mark a target in its mask")
     return np.concatenate(parts)
 
 
@@ -283,13 +341,30 @@ def micro_batches(
     groups: Sequence[int] | None = None,
     sharing: Sharing = "full",
 ) -> list[TrainBatch]:
-    """Returns batches of at most `max_rows` rows that together have all sequences; their `numbers` say which.
+    """Split sequences into batches of at most `max_rows` rows.
 
-    groups  a number for each sequence: those with the same number come into the same batch, in their order (the two
-            of a DPO pair, the completions of a prompt). By default each sequence is a group
+    Groups with a common prefix go side by side, so that batches share as many rows as they can.
 
-    Groups that begin alike lie side by side, so that batches share what they can. Other arguments, and errors, are
-    those of `TrainBatch.build`. Raises InputError also for a group of more than `max_rows` rows.
+    Args:
+        config: The config of the model.
+        sequences: The token ids of each sequence, as a list, array or tensor.
+        max_rows: Maximum number of rows of a batch.
+        prompt_lengths: As in `Examples.build`.
+        masks: As in `Examples.build`.
+        groups: int [sequences]. Sequences with the same number go into one batch, in their order: the two sequences of
+            a DPO pair, or the completions of a prompt. None: each sequence is a group.
+        sharing: As in `TrainBatch`.
+
+    Returns:
+        The batches. Their `numbers` are the indices of their sequences.
+
+    Raises:
+        InputError: As in `TrainBatch.build`; or a group has more than `max_rows` rows.
+
+    Example:
+        >>> batches = micro_batches(model.config, sequences, prompt_lengths=lengths, max_rows=4096)
+        >>> count = sum(batch.num_targets for batch in batches)
+        >>> loss = accumulate(batches, lambda batch: sft_loss(logprobs(model, batch), count=count))
     """
     examples = Examples.build(config, sequences, prompt_lengths=prompt_lengths, masks=masks)
     numbers = np.arange(examples.num_sequences) if groups is None else np.asarray(groups)
@@ -297,14 +372,27 @@ def micro_batches(
         raise InputError(
             f"{numbers.size} group numbers for {examples.num_sequences} sequences",
             field="groups",
-            remedy="give one for each sequence",
+            remedy="pass one per sequence",
         )
     parts = _pack(_members(numbers), _CountedRows(examples, sharing), max_rows)
     return [TrainBatch.lay_out(config, examples.take(part), sharing=sharing, numbers=part) for part in parts]
 
 
 def accumulate(batches: Iterable[TrainBatch], loss: Callable[[TrainBatch], Tensor]) -> float:
-    """Returns the sum of the batches' losses; the backward pass of each is run before the next one begins."""
+    """Run the backward pass of each batch's loss before the next batch starts.
+
+    Args:
+        batches: The batches, usually from `micro_batches`.
+        loss: Returns the loss of a batch, a tensor [] with gradients.
+
+    Returns:
+        The sum of the losses.
+
+    Example:
+        >>> optimizer.zero_grad()
+        >>> total = accumulate(batches, lambda batch: sft_loss(logprobs(model, batch), count=count))
+        >>> optimizer.step()
+    """
     total = 0.0
     for batch in batches:
         part = loss(batch)
@@ -314,8 +402,7 @@ def accumulate(batches: Iterable[TrainBatch], loss: Callable[[TrainBatch], Tenso
 
 
 class _CountedRows:
-    """A _CountedRows knows which rows of the whole stream each sequence has, so that the rows of any set of sequences
-    can be counted."""
+    """The rows of each sequence in the whole stream, to count the rows of any set of sequences."""
 
     def __init__(self, examples: Examples, sharing: Sharing):
         tokens, self.offsets = examples.rows()
@@ -326,7 +413,7 @@ class _CountedRows:
         return int(self.of_token[self.offsets[sequence + 1] - 1])
 
     def fresh(self, sequences: np.ndarray) -> np.ndarray:
-        """Returns the rows of these sequences that were not yet given to `add`."""
+        """Return the rows of these sequences that were not passed to `add` yet."""
         pieces = [self.of_token[self.offsets[s] : self.offsets[s + 1]] for s in sequences.tolist()]
         rows = np.unique(np.concatenate(pieces))
         return rows[~self.seen[rows]]
@@ -339,13 +426,13 @@ class _CountedRows:
 
 
 def _members(numbers: np.ndarray) -> list[np.ndarray]:
-    """Returns the sequences of each group."""
+    """Return the sequences of each group."""
     order = np.argsort(numbers, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
 
 
 def _pack(groups: list[np.ndarray], rows: _CountedRows, max_rows: int) -> list[np.ndarray]:
-    """Returns the sequences of each batch: groups, in the order of the stream, fill one batch after the other."""
+    """Return the sequences of each batch. Groups fill one batch after the other, in stream order."""
     parts: list[list[np.ndarray]] = []
     used = 0
     for group in sorted(groups, key=lambda g: min(map(rows.last, g.tolist()))):
@@ -356,9 +443,9 @@ def _pack(groups: list[np.ndarray], rows: _CountedRows, max_rows: int) -> list[n
             parts.append([])
         if len(fresh) > max_rows:
             raise InputError(
-                f"the group of sequence {group[0]} has {len(fresh)} rows; a batch may have {max_rows}",
+                f"the group of sequence {group[0]} has {len(fresh)} rows; the maximum is {max_rows}",
                 field="max_rows",
-                remedy="give a larger max_rows, or make the groups smaller",
+                remedy="use a larger max_rows or smaller groups",
             )
         rows.add(fresh)
         used += len(fresh)

@@ -1,4 +1,4 @@
-"""Loads a model with gradients, and saves it as a folder that prefold and transformers can load."""
+"""Load a model with gradients, and save it as a folder that prefold and transformers can load."""
 
 from __future__ import annotations
 
@@ -23,21 +23,36 @@ from ..worker.torch.load import load_model as load
 from ..worker.torch.model import CausalLM
 from ..worker.torch.tensors import array_of, tensor_of
 
-# Files that lie beside the weights: tokenizer, chat templates, settings of generation.
+# Files beside the weights: tokenizer, chat templates, generation settings.
 COMPANIONS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
-# Files that are not copied: they are written anew, or describe how the weights lay in files before.
+# Files that are not copied: they are written anew, or describe the old weight files.
 WRITTEN = ("config.json", "*.safetensors.index.json", "*.bin.index.json")
 
 
 def load_model(
     checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> CausalLM:
-    """Return the model of a checkpoint, in evaluation mode. Its weights have gradients.
+    """Load the model of a checkpoint for training.
 
-    dtype: of all weights (a classification head stays float32); seed: of random weights
+    The model is in evaluation mode, and its weights have gradients.
 
-    Raise UnsupportedModelError for an architecture or settings that prefold does not know, OutOfMemoryError before
-    anything is read, and CheckpointError with the names of tensors that are missing, unexpected or misshapen.
+    Args:
+        checkpoint: The checkpoint, from `prefold.checkpoint.resolve`.
+        dtype: Dtype of all weights. A classification head stays float32.
+        device: The device.
+        seed: Seed of random weights, for a checkpoint without weights.
+
+    Returns:
+        The model, a `torch.nn.Module`.
+
+    Raises:
+        UnsupportedModelError: prefold does not support the architecture or a setting.
+        OutOfMemoryError: The weights do not fit in memory; raised before anything is read.
+        CheckpointError: Tensors are missing, unexpected or have a wrong shape. The message names them.
+
+    Example:
+        >>> model = load_model(resolve("smollm2-135m"), dtype=torch.float32)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     """
     return load(checkpoint, dtype=dtype, device=device, pack=False, seed=seed)
 
@@ -45,24 +60,37 @@ def load_model(
 def save_model(
     model: CausalLM, checkpoint: Checkpoint, folder: str | Path, *, dtype: torch.dtype | None = None
 ) -> Path:
-    """Writes `model`, which was loaded from `checkpoint`, to `folder`, and returns the folder's path.
+    """Save a model as a folder with config.json, model.safetensors and the tokenizer.
 
-    It holds config.json, model.safetensors and the tokenizer. dtype: that of the tensors, by default the model's.
-    Raises CheckpointError where the folder is the checkpoint's own, or the model is packed or split over ranks, and
-    UnsupportedModelError for a model with a tower, and for rotary settings that transformers lacks.
+    Args:
+        model: The model.
+        checkpoint: The checkpoint that the model was loaded from.
+        folder: The folder to write. It must not be the checkpoint's own folder.
+        dtype: Dtype of the saved tensors. None: the model's.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        CheckpointError: The folder is the checkpoint's own, or the model is packed or split over ranks.
+        UnsupportedModelError: The model has an image tower, or rotary settings that transformers lacks.
+
+    Example:
+        >>> save_model(model, checkpoint, "out")
+        PosixPath('out')
     """
     folder = Path(folder)
     if checkpoint.path is not None and folder.resolve() == checkpoint.path.resolve():
-        raise CheckpointError(f"{folder} holds the checkpoint that the model was loaded from; save to another folder")
+        raise CheckpointError(f"{folder} has the checkpoint that the model was loaded from; save to another folder")
     if model.ranks.size > 1:
-        raise CheckpointError("the model is split over ranks, each of which has a part of it; load it whole to save it")
+        raise CheckpointError("the model is split over ranks, and each has only a part; load it whole to save it")
     if any(rope.kind == "factors" for rope in model.config.ropes):
         raise UnsupportedModelError(
-            f"{checkpoint.name} has rotary frequencies of its own, which transformers cannot read from a config"
+            f"{checkpoint.name} has custom rotary frequencies, which a config of transformers cannot express"
         )
     if model.config.text is not model.config:
         raise UnsupportedModelError(
-            f"{checkpoint.name} has a tower, which would not be written; save it by transformers"
+            f"{checkpoint.name} has an image tower, which would not be saved; save the model with transformers"
         )
     dtype = dtype or model.dtype
     tensors = _stored(_tensors(model, dtype), model.config)
@@ -80,7 +108,7 @@ def save_model(
 
 
 def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the model's tensors as checkpoints have them, each linear by itself, under prefold's names."""
+    """Return the model's tensors by prefold's names, with fused linears split as in checkpoints."""
     tensors = {}
     for weight in model.held:
         if weight.parameter is None:
@@ -92,8 +120,7 @@ def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Returns the tensors under the names of the checkpoint's family, and in its shapes: the inverse of
-    `Names.of_tensor`."""
+    """Return the tensors with the names and shapes of the checkpoint's family: the inverse of `Names.of_tensor`."""
     names = config.names
     stored_as = {names_of_parts: (stored, parts) for stored, parts in names.parts.items() for names_of_parts in parts}
     orders = {name: order for name in tensors if (order := config.row_order(name)) is not None}
@@ -103,14 +130,14 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     for name, tensor in tensors.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         path, rest = ("", name) if layer is None else (f"{names.layer(int(layer[1]))}.", layer[2])
-        # A tensor with a name of its own, or a module's.
+        # A tensor with its own name in the table, or a module's tensor.
         module, _, kind = (rest, "", "") if rest in stored_as else rest.rpartition(".")
         template = re.sub(r"\.\d+(?=\.|$)", ".{}", module, count=1)
         called, parts = stored_as.get(module) or stored_as.get(template, (module, (module,)))
-        if (number := re.search(r"\.(\d+)(?=\.|$)", module)) is not None:  # of an expert, or of a head
+        if (number := re.search(r"\.(\d+)(?=\.|$)", module)) is not None:  # the number of an expert or a head
             called, parts = called.replace("{}", number[1]), tuple(part.replace("{}", number[1]) for part in parts)
         if module != parts[0]:
-            continue  # a tensor of several parts is stored when its first part comes
+            continue  # a tensor of several parts is stored with its first part
         end = f".{kind}" if kind else ""
         if len(parts) > 1:
             tensor = torch.cat([tensors[f"{name.removesuffix(rest)}{part}{end}"] for part in parts])
@@ -126,7 +153,7 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
 
 
 def _stacks(tensors: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the stacks of a checkpoint (`Names.stacks`) by their names there, and the tensors that are in none."""
+    """Return the stacked tensors of a checkpoint (`Names.stacks`) by name, and the tensors that are in no stack."""
     names, remaining, stored = config.names, dict(tensors), {}
     for number in range(config.layers):
         for stack, templates in names.stacks.items():
@@ -142,8 +169,7 @@ def _stacks(tensors: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[st
 
 
 def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
-    """Writes a GGUF file's tokenizer, or copies the files beside a folder's weights, and returns keys for the
-    config."""
+    """Write a GGUF file's tokenizer, or copy the files beside a folder's weights. Return keys for the config."""
     if checkpoint.gguf is None:
         if checkpoint.path is not None:
             _copy_companions(checkpoint.path, folder)

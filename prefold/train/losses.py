@@ -1,7 +1,7 @@
-"""Computes the log-probabilities of a batch's targets, with gradients, and losses from them.
+"""Log-probabilities of a batch's targets, with gradients, and losses computed from them.
 
-Each loss is a mean: over targets, pairs or sequences. `count` is how many of them the mean is over where the batch is a
-part of a larger one (see `micro_batches`): the losses of the parts then add up to the loss of the whole.
+Each loss is a mean over targets, pairs or sequences. For a part of a larger batch (see `micro_batches`), pass the
+number in the whole batch as `count`. The losses of the parts then add up to the loss of the whole.
 """
 
 from __future__ import annotations
@@ -25,12 +25,24 @@ from .batch import TrainBatch, dtype_on
 
 
 def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
-    """Returns log p(target | what comes before it) of all targets, in order of the sequences: float32 [targets], or
-    float64 for a model in float64.
+    """Return log p(target | tokens before it) of all targets, with gradients.
 
-    The result is differentiable. Under torch.no_grad the compiled kernels are used where they can be.
-    Raises InputError for a model without an LM head, one that is split over ranks, one with another config than the
-    batch's, and one whose weights are packed, which have no gradients.
+    Under `torch.no_grad`, compiled kernels do the work if they can.
+
+    Args:
+        model: The model, from `load_model`.
+        batch: The batch, built with `model.config`.
+
+    Returns:
+        float32 [targets], sequence by sequence; float64 for a model in float64.
+
+    Raises:
+        InputError: The model has no LM head, has an LM head with a bias or scales, is split over ranks, has packed
+            weights (and gradients are enabled), or does not fit the batch's config.
+
+    Example:
+        >>> values = logprobs(model, batch)
+        >>> sft_loss(values).backward()
     """
     check_trained(model, batch)
     prepared = batch.prepared(model.device, dtype_on(model.device, model.dtype))
@@ -41,23 +53,23 @@ def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
 
 
 def check_trained(model: CausalLM, batch: TrainBatch) -> None:
-    """Raises the errors of `logprobs`."""
+    """Raise the errors of `logprobs`."""
     config = model.config
     if not config.lm_head:
         raise no_lm_head()
     if model.program.head_vectors:
         raise InputError(
-            "the model's LM head has a number for each token beside its weight, which training does not compute",
+            "the model's LM head has a bias or scales, which training does not support",
             field="model",
         )
     if model.ranks.size > 1:
         raise InputError(
-            "the model is split over ranks, which generate and read; they have no gradients",
+            "the model is split over ranks, which do not compute gradients",
             field="model",
-            remedy="load it without splitting it",
+            remedy="load it without tensor_parallel",
         )
     if (config.planes, config.vocab_size) != (batch.config.planes, batch.config.vocab_size):
-        raise InputError("the batch was laid out for another model", field="batch", remedy="build it with model.config")
+        raise InputError("the batch was built for another model", field="batch", remedy="build it with model.config")
     if torch.is_grad_enabled() and any(isinstance(m, Linear) and m.weight is None for m in model.modules()):
         raise InputError(
             "the model's weights are packed, which have no gradients", field="model", remedy="load it with pack=False"
@@ -65,23 +77,50 @@ def check_trained(model: CausalLM, batch: TrainBatch) -> None:
 
 
 def sft_loss(logprobs: Tensor, *, count: int | None = None) -> Tensor:
-    """Returns the cross entropy: the mean of -log p over targets."""
+    """Return the cross entropy, the mean of -log p over targets.
+
+    Args:
+        logprobs: float [targets], from `logprobs`.
+        count: Number of targets of the whole batch, if this is a part of it. None: the number of `logprobs`.
+
+    Returns:
+        The loss in nats, a tensor [].
+
+    Raises:
+        InputError: `logprobs` is not a tensor of one dimension.
+
+    Example:
+        >>> loss = sft_loss(logprobs(model, batch))
+    """
     _check("logprobs", logprobs)
     return -logprobs.sum() / (count or len(logprobs))
 
 
 def dpo_margins(logprobs: Tensor, reference: Tensor, batch: TrainBatch) -> Tensor:
-    """Returns, for each pair, how much the chosen sequence gained on the rejected one in log p, against the reference;
-    [pairs].
+    """Return the DPO margin of each pair.
 
-    Sequences 2 i and 2 i + 1 of the batch are a pair: chosen, rejected. reference: log-probabilities of the same
-    batch under the model that training began with. Positive where the pair is ranked as it should be.
+    The margin is (log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected)), where log p is summed
+    over the targets of a sequence. It is positive if training moved the model towards the chosen sequence.
+
+    Args:
+        logprobs: float [targets], from `logprobs`.
+        reference: float [targets], the log-probabilities of the same batch under the reference model.
+        batch: The batch. Sequences 2 i and 2 i + 1 are a pair: chosen, rejected.
+
+    Returns:
+        The margins in nats, [pairs].
+
+    Raises:
+        InputError: The batch has an odd number of sequences, or a tensor has a wrong shape.
+
+    Example:
+        >>> accuracy = (dpo_margins(values, reference, batch) > 0).float().mean()
     """
     if batch.num_sequences % 2:
         raise InputError(
-            f"a batch of {batch.num_sequences} sequences is not made of pairs",
+            f"a batch of {batch.num_sequences} sequences does not consist of pairs",
             field="batch",
-            remedy="give pairs: chosen, rejected, chosen, rejected, ...",
+            remedy="pass pairs: chosen, rejected, chosen, rejected, ...",
         )
     _check("logprobs", logprobs, batch.num_targets, "targets")
     _check("reference", reference, batch.num_targets, "targets")
@@ -98,10 +137,29 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     count: int | None = None,
 ) -> Tensor:
-    """Returns the loss of direct preference optimisation, the mean of -log sigmoid(beta margin) over pairs.
+    """Return the loss of direct preference optimisation (DPO), a mean over pairs.
 
-    The source is Rafailov et al. 2023, equation 7. The margins are those of `dpo_margins`. label_smoothing: how likely
-    a pair is the wrong way round (Mitchell 2023). Raises InputError for an odd number of sequences.
+    The loss of a pair is -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m), with its margin m from `dpo_margins`
+    and s = `label_smoothing` (Rafailov et al. 2023, equation 7; smoothing: Mitchell 2023).
+
+    Args:
+        logprobs: float [targets], from `logprobs`.
+        reference: float [targets], the log-probabilities of the same batch under the reference model.
+        batch: The batch. Sequences 2 i and 2 i + 1 are a pair: chosen, rejected.
+        beta: Scale of the margins.
+        label_smoothing: Probability that a pair is labelled the wrong way round.
+        count: Number of pairs of the whole batch, if this is a part of it. None: the pairs of `batch`.
+
+    Returns:
+        The loss, a tensor [].
+
+    Raises:
+        InputError: The batch has an odd number of sequences, or a tensor has a wrong shape.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     reference = logprobs(reference_model, batch)
+        >>> loss = dpo_loss(logprobs(model, batch), reference, batch)
     """
     margins = beta * dpo_margins(logprobs, reference, batch)
     losses = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
@@ -120,18 +178,35 @@ def group_loss(
     kl: float = 0.0,
     count: int | None = None,
 ) -> Tensor:
-    """Returns the clipped objective of group-relative policy optimisation, negated (GRPO, Shao et al. 2024, equations
-    3, 4).
+    """Return the negated clipped objective of group-relative policy optimisation (GRPO).
 
-    old         float32 [targets]: log-probabilities under the policy that the completions were drawn from
-    advantages  float32 [sequences], in the batch's order (advantages[batch.numbers] for a part of a larger batch)
-    clip        how far the ratio of probabilities counts below 1, and above it unless `clip_high` says otherwise
-    reference   float32 [targets], with kl > 0: kl times the estimate of the divergence from it is added
+    The loss of a target is -min(r A, clamp(r, 1 - clip, 1 + clip_high) A) + kl (e^d - d - 1), with r = p / p_old, the
+    advantage A of its sequence, and d = log p_ref - log p (Shao et al. 2024, equations 3 and 4). Losses are averaged
+    over the targets of a sequence, then over sequences.
 
-    It is the mean over a sequence's targets, then over sequences.
+    Args:
+        logprobs: float [targets], from `logprobs`.
+        old: float [targets], log-probabilities under the policy that generated the completions.
+        advantages: float [sequences], in the batch's order: `advantages[batch.numbers]` for a part of a larger batch.
+        batch: The batch.
+        clip: Maximum distance of the ratio r below 1, and above 1 unless `clip_high` is given.
+        clip_high: Maximum distance of r above 1. None: `clip`.
+        reference: float [targets], log-probabilities under the reference model. Needed exactly if `kl` is above 0.
+        kl: Weight of the estimated divergence from the reference.
+        count: Number of sequences of the whole batch, if this is a part of it. None: the sequences of `batch`.
+
+    Returns:
+        The loss, a tensor [].
+
+    Raises:
+        InputError: Only one of `kl` and `reference` is given, or a tensor has a wrong shape.
+
+    Example:
+        >>> advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        >>> loss = group_loss(logprobs(model, batch), old, advantages, batch)
     """
     if (kl > 0) != (reference is not None):
-        raise InputError("only one of kl and reference is given", field="kl", remedy="give both, or none")
+        raise InputError("only one of kl and reference is given", field="kl", remedy="pass both or none")
     _check("logprobs", logprobs, batch.num_targets, "targets")
     _check("old", old, batch.num_targets, "targets")
     _check("advantages", advantages, batch.num_sequences, "sequences")
@@ -149,17 +224,17 @@ def group_loss(
 
 
 def _check(name: str, values: object, count: int | None = None, of: str = "numbers") -> None:
-    """Raise InputError unless `values` is a tensor of numbers, [count]."""
+    """Raise InputError unless `values` is a tensor [count], or of one dimension if `count` is None."""
     if not isinstance(values, Tensor):
         message = f"{name} is of type {type(values).__name__}, not a tensor"
-        raise InputError(message, field=name, remedy="give a tensor of torch", code="wrong_type")
+        raise InputError(message, field=name, remedy="pass a torch tensor", code="wrong_type")
     if values.ndim != 1 or (count is not None and len(values) != count):
         size = "" if count is None else f"; the batch has {count} {of}"
         message = f"{name} has the shape {[*values.shape]}{size}"
-        raise InputError(message, field=name, remedy=f"give a tensor [{of}], in the batch's order", code="wrong_shape")
+        raise InputError(message, field=name, remedy=f"pass a tensor [{of}], in the batch's order", code="wrong_shape")
 
 
-# The most logits that a block has; and the fewest columns that it has, however many rows there are.
+# Maximum number of logits of a block, and minimum number of its columns for any number of rows.
 BLOCK = 1 << 22
 MIN_COLUMNS = 512
 
@@ -167,24 +242,30 @@ MIN_COLUMNS = 512
 def target_logprobs(
     hidden: Tensor, weight: Tensor, reads: np.ndarray, ids: np.ndarray, shape: LogitShape | None = None
 ) -> Tensor:
-    """Returns log softmax(hidden weight^T) at (reads, ids): float32 [targets], or float64 for hidden states in float64.
+    """Return log softmax(hidden weight^T) at (reads, ids), with gradients.
 
-    hidden      [rows, hidden]
-    weight      [vocabulary, hidden]
-    reads, ids  int64 [targets]: for each target its row of `hidden` and its id. The log-sum-exp of a row is
-                computed once, however many targets are read at it
-    shape       what makes logits of the products; None: they are the logits
+    The log-sum-exp of a row is computed once for all its targets. The vocabulary is processed in blocks of columns, and
+    again in the backward pass. The backward pass recomputes a block's logits and finishes the gradient of the block's
+    part of the weight before the next block.
 
-    It goes through the vocabulary in blocks of columns, and again in the backward pass: a block's logits are made
-    anew, and the gradient of its part of the weight is complete when the block is.
+    Args:
+        hidden: [rows, hidden].
+        weight: [vocabulary, hidden].
+        reads: int64 [targets], the row of `hidden` of each target.
+        ids: int64 [targets], the token id of each target.
+        shape: Turns products into logits. None: products are logits.
+
+    Returns:
+        float32 [targets]; float64 for hidden states in float64.
     """
     return _TargetLogprobs.apply(hidden, weight, Pairs(reads, ids, hidden.device), shape)
 
 
 class Pairs:
-    """A Pairs holds targets sorted by their ids, so that those of a block of columns are a slice.
+    """Targets sorted by id, so that the targets of a block of columns are a slice.
 
-    order   int64 [targets]: the number of each target, in this order
+    Attributes:
+        order: int64 [targets], the original index of each sorted target.
     """
 
     def __init__(self, reads: np.ndarray, ids: np.ndarray, device: torch.device):
@@ -193,7 +274,7 @@ class Pairs:
         self.order, self.reads, self.ids = (torch.from_numpy(x).to(device) for x in (order, reads[order], self._ids))
 
     def within(self, start: int, stop: int) -> slice:
-        """Returns the slice of the targets whose ids are in start .. stop."""
+        """Return the slice of the targets with ids in [start, stop)."""
         return slice(*np.searchsorted(self._ids, (start, stop)).tolist())
 
 
@@ -248,7 +329,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _blocks(rows: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-    """Yields blocks of the vocabulary, (first, past last)."""
+    """Yield blocks of the vocabulary, (first, one past the last)."""
     columns = max(MIN_COLUMNS, BLOCK // max(1, len(rows)))
     for start in range(0, len(weight), columns):
         yield start, min(start + columns, len(weight))

@@ -1,8 +1,8 @@
-"""The idea: a prefix trie laid flat, and everything that is a view of it.
+"""The prefix trie laid flat, and its views.
 
-`Trie` lays a known set of token sequences flat, and a `Segment` is a part of it. `RadixTrie` changes as sequences come
-and go. `Spool` sorts the requests of a job and cuts them into windows of one row stream; `LiveWindows` does this for
-requests that still arrive. NumPy only.
+`Trie` lays a fixed set of token sequences flat, and a `Segment` is a contiguous part of it. `RadixTrie` changes as
+sequences come and go. `Spool` sorts the requests of a job and cuts them into windows of one row stream. `LiveWindows`
+does the same for requests that are still arriving. This package imports no torch.
 """
 
 from __future__ import annotations

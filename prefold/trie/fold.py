@@ -1,4 +1,4 @@
-"""Maps between tokens and rows (gather and scatter), for layers that work on each position by itself."""
+"""Maps between tokens and rows (gather and scatter) for position-wise layers."""
 
 from __future__ import annotations
 
@@ -11,39 +11,37 @@ from ..errors import InputError
 from .ragged import windows
 from .trie import Layout
 
-# The cost of a pass over many sequences, and of each token in it; the unit is the cost of one sequence that is
-# treated by itself.
+# Cost of one pass over many sequences, and of each token in the pass. The unit is the cost of one sequence alone.
 _PASS_COST = 24
 _TOKEN_COST = 1 / 128
-_BLOCK = 1 << 17  # rows in a pass, so that it stays in cache
+_BLOCK = 1 << 17  # rows in a pass; small enough to stay in the CPU cache
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixMap:
-    """A PrefixMap holds which tokens share a row, for position-wise layers (RadixMLP: Feil and Lazarevich 2026).
+    """The tokens that share a row, for position-wise layers (RadixMLP: Feil and Lazarevich 2026).
 
-    Arrays are read-only. The rows are those that `Trie.build` makes of the same sequences.
-
-    gather    int64 [rows]  the token that stands for each row: the first of those that share it. Rows of padding,
-                            at the end, hold 0
-    scatter   int64 [N]     the row of each token
-    num_rows                rows without padding
+    The rows equal the rows of `Trie.build` for the same sequences. All arrays are read-only.
     """
 
-    gather: np.ndarray
-    scatter: np.ndarray
-    num_rows: int
+    gather: np.ndarray  # int64 [rows]: the first token that shares each row; padding rows, at the end, hold 0
+    scatter: np.ndarray  # int64 [N]: the row of each token
+    num_rows: int  # rows without padding
 
     @classmethod
     def build(
         cls, tokens: Any, offsets: Any, *, pad_to_multiple: int | None = None, vocab_size: int | None = None
     ) -> PrefixMap:
-        """Returns the maps of ragged sequences: tokens [N], of any integer type; offsets [B + 1].
+        """Return the maps of ragged sequences.
 
-        pad_to_multiple  rounds the number of rows up; no token is scattered from the rows that are added
-        vocab_size       ids must be below it; None: any id will do
+        Args:
+            tokens: Token ids [N], of any integer type.
+            offsets: Bounds of the sequences [B + 1].
+            pad_to_multiple: Round the number of rows up to a multiple of this. No token maps to a padding row.
+            vocab_size: Ids must be below this; None accepts every id.
 
-        Raises InputError where `check_ragged` does, and when pad_to_multiple is below 1.
+        Raises:
+            InputError: `check_ragged` rejects the arrays, or pad_to_multiple is below 1.
         """
         if pad_to_multiple is not None and pad_to_multiple < 1:
             raise InputError(
@@ -60,30 +58,30 @@ class PrefixMap:
         return cls(gather, scatter, at.num_rows)
 
     def fold(self, x: Any) -> Any:
-        """Returns [rows, ...] of x [N, ...]: each row has the value of the token that stands for it."""
+        """Return x [N, ...] as [rows, ...]: each row gets the value of the first token that shares it."""
         return _take(x, self.gather, len(self.scatter), "x")
 
     def unfold(self, y: Any) -> Any:
-        """Returns [N, ...] of y [rows, ...]: each token has the value of its row."""
+        """Return y [rows, ...] as [N, ...]: each token gets the value of its row."""
         return _take(y, self.scatter, len(self.gather), "y")
 
 
 def _take(x: Any, index: np.ndarray, expected: int, name: str) -> Any:
     if len(x) != expected:
         raise InputError(f"{name} has {len(x)} rows, not {expected}", field=name, remedy="give one row a token or row")
-    if hasattr(x, "index_select"):  # a tensor, without importing torch: the index is made one of its kind and device
+    if hasattr(x, "index_select"):  # a torch tensor; its methods build the index, so that torch is not imported
         return x.index_select(0, x.new_empty(0).long().new_tensor(index))
     return np.asarray(x)[index]
 
 
 def _scatter(at: Layout) -> np.ndarray:
-    """Returns the row of each token, int64 [N].
+    """Return the row of each token, int64 [N].
 
-    The positions that most sequences have are treated for all sequences at once; what is left of the longer ones is
-    treated sequence by sequence.
+    Up to the depth that most sequences reach, all sequences are mapped at once. The rest of the longer sequences is
+    mapped one sequence at a time.
     """
     scatter = np.empty(len(at.tokens), np.int64)
-    base = at.first_row - at.shared  # what a new row's number is more than its position
+    base = at.first_row - at.shared  # row number minus position, for the rows that a sequence adds
     depth = _depth_together(at.lengths)
     sequences, start = np.arange(len(at.lengths)), 0
     while start < depth:
@@ -92,7 +90,7 @@ def _scatter(at: Layout) -> np.ndarray:
         position = np.arange(start, start + width)[:, None]
         row = base[sequences] + position
         row[at.shared[sequences] > position] = 0
-        # Row numbers grow along the stream: the row that a sequence shares is the last one opened before it.
+        # Row numbers grow along the stream, so a sequence shares the most recent row opened at this position.
         np.maximum.accumulate(row, axis=1, out=row)
         windows(scatter, width, writeable=True)[at.starts[sequences] + start] = row.T
         start += width
@@ -101,12 +99,12 @@ def _scatter(at: Layout) -> np.ndarray:
 
 
 def _scatter_singly(at: Layout, scatter: np.ndarray, base: np.ndarray, depth: int) -> None:
-    """Fills in `scatter` at positions >= depth, one sequence after the other."""
+    """Fill in `scatter` at positions >= depth, one sequence after the other."""
     long = np.flatnonzero(at.lengths > depth)
     if not len(long):
         return
     rows = np.arange(at.num_rows)
-    path = np.empty(int(at.lengths.max()), np.int64)  # of the sequence before
+    path = np.empty(int(at.lengths.max()), np.int64)  # rows of the previous sequence
     fields = at.starts[long], at.lengths[long], np.maximum(at.shared[long], depth), base[long]
     for start, length, first, zero in zip(*(f.tolist() for f in fields), strict=True):
         path[first:length] = rows[zero + first : zero + length]
@@ -114,7 +112,7 @@ def _scatter_singly(at: Layout, scatter: np.ndarray, base: np.ndarray, depth: in
 
 
 def _depth_together(lengths: np.ndarray) -> int:
-    """Returns up to which position it is cheaper to treat all sequences at once, with one pass for each length."""
+    """Return the depth up to which one pass per length over all sequences is cheaper than one sequence at a time."""
     if len(lengths) <= _PASS_COST or int(lengths.sum()) * _TOKEN_COST >= len(lengths):
         return 0
     sizes, count = np.unique(lengths, return_counts=True)

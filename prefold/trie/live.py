@@ -1,7 +1,7 @@
-"""The live window: requests of a stream that wait for a replica, in buckets that share a prefix.
+"""The live window: requests that wait for a replica, in buckets that share a prefix.
 
-It is bounded in tokens. A prompt enters its trie in time proportional to its length, and leaves with others of its
-bucket when a replica has room. The caller passes the time.
+The window is bounded in tokens. Adding a prompt costs time proportional to its length. A prompt leaves together with
+others of its bucket when a replica has free capacity. The caller passes the current time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .radix import RadixNode, RadixTrie, token_bytes
 
 @dataclass(eq=False, repr=False, slots=True)
 class WaitingNode(RadixNode):
-    """A run of tokens of waiting prompts."""
+    """A run of tokens shared by waiting prompts."""
 
-    requests: int = 0  # how many prompts end here or below; 0: the node has left the trie
-    tokens: int = 0  # how many tokens these prompts have
+    requests: int = 0  # how many prompts end here or below; 0: the node is no longer in the trie
+    tokens: int = 0  # total length of these prompts
     ending: dict[Hashable, WaitingRequest] = field(default_factory=dict)  # the prompts that end here, by key
 
     def divide(self, upper: Self) -> None:
@@ -34,43 +34,42 @@ class WaitingNode(RadixNode):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WaitingRequest:
-    """A WaitingRequest is a request in the window. since: when it came; payload: the caller's data"""
+    """A request in the window."""
 
     key: Hashable
     tokens: np.ndarray
     namespace: Hashable
-    since: float
-    payload: Any
+    since: float  # when the request was added, as passed by the caller
+    payload: Any  # the caller's data
     leaf: WaitingNode
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bucket:
-    """A Bucket is a maximal node of the window's trie whose path is at least `threshold` of the mean length of the
-    prompts below it. A prompt that ends above all such nodes is a bucket by itself.
+    """Requests that share a prefix and can leave the window together.
 
-    prefix    int32 [n]: the tokens that all its requests begin with
-    requests  the number of its requests
-    tokens    the number of their tokens
+    A bucket is a topmost node with a path of at least `threshold` times the mean length of the prompts below the node.
+    A prompt that ends above all such nodes forms its own bucket.
     """
 
     namespace: Hashable
-    prefix: np.ndarray
-    requests: int
-    tokens: int
+    prefix: np.ndarray  # int32 [n]: the tokens that all its requests start with
+    requests: int  # number of requests
+    tokens: int  # total tokens of the requests
     node: WaitingNode
-    is_whole: bool  # whether it has all prompts below the node, or only those that end there
+    is_whole: bool  # True: all prompts at or below the node; False: only the prompts that end at the node
 
 
 class LiveWindow:
-    """A LiveWindow holds requests until they leave.
+    """Requests that wait, grouped into buckets by prefix.
 
-    max_tokens    with so many tokens the window is full, and takes no more
-    threshold     share of a prompt that a bucket has in common
-    grown_tokens  buckets of so many tokens leave when there is room; smaller ones wait for more requests
-    max_age       seconds after which a request waits no longer for others
-    homes         homes(namespace, prefix) -> the replicas whose caches hold the prefix, each of which has a queue; a
-                  bucket without such a replica is in the queue None
+    Args:
+        max_tokens: The window is full from this many tokens on, and accepts no more requests.
+        threshold: Minimum share of a prompt that a bucket has in common.
+        grown_tokens: A bucket of at least this many tokens may leave; a smaller one waits for more requests.
+        max_age: Seconds after which a request no longer waits for others.
+        homes: homes(namespace, prefix) -> the replicas whose caches hold the prefix. Each replica has a queue. A bucket
+            without such a replica is in the queue None.
     """
 
     def __init__(
@@ -92,8 +91,8 @@ class LiveWindow:
         self._homes = homes
         self.trie = RadixTrie(WaitingNode)
         self.by_key: OrderedDict[Hashable, WaitingRequest] = OrderedDict()
-        # The buckets of each queue as a heap of (-tokens, place, node, is_whole). When a bucket changes, it is entered
-        # once more, and its old entry is skipped. When most entries are old, they are removed.
+        # The buckets of each queue, as a heap of (-tokens, place, node, is_whole). A bucket that changes is pushed
+        # again, and its old entry is skipped later. When most entries are outdated, the heap is rebuilt.
         self.heaps: dict[Hashable, list[tuple[int, int, WaitingNode, bool]]] = {}
         self._places = itertools.count()
 
@@ -102,7 +101,7 @@ class LiveWindow:
 
     @property
     def is_full(self) -> bool:
-        """Returns whether it takes no more requests until some have left."""
+        """True if the window accepts no more requests until some have left."""
         return self.num_tokens >= self.max_tokens
 
     def put(
@@ -115,15 +114,23 @@ class LiveWindow:
         payload: Any = None,
         returns: bool = False,
     ) -> None:
-        """Adds a prompt, int32 [n], n >= 1. returns: whether it comes back after it had left, which a closed window
-        allows. Raises InputError if its key waits already, or the window is closed; RuntimeError if it is full."""
+        """Add a prompt.
+
+        Args:
+            tokens: int32 [n], n >= 1.
+            returns: The request has left before and comes back; a closed window accepts only such requests.
+
+        Raises:
+            InputError: The key already waits, or the window is closed.
+            RuntimeError: The window is full.
+        """
         if key in self.by_key:
-            raise InputError(f"the request {key!r} waits already", field="key", remedy="give each its own key")
+            raise InputError(f"a request with key {key!r} waits already", field="key", remedy="use unique keys")
         if self.is_closed and not returns:
-            raise InputError("the window is closed", field="key", remedy="put requests in before it is closed")
+            raise InputError("the window is closed", field="key", remedy="put requests before calling close()")
         if self.is_full:
             raise RuntimeError("the window is full")
-        # The bucket on the path may be split by this prompt into the buckets below it.
+        # This prompt may split the bucket on its path into the buckets below.
         ids = token_bytes(tokens)
         matches = self.trie.match(namespace, ids)
         before = next((node for node, same in matches if same == len(node) and self._has_enough(node)), None)
@@ -138,31 +145,33 @@ class LiveWindow:
         self._enter_along(leaf, before)
 
     def close(self) -> None:
-        """Declares that no more requests come, so that no bucket waits for more."""
+        """Declare that no more requests come. Buckets then stop waiting for more."""
         self.is_closed = True
 
     def waiting(self) -> Iterator[WaitingRequest]:
-        """Yields the waiting requests in the order in which they came."""
+        """Iterate over the waiting requests, oldest first."""
         return iter(list(self.by_key.values()))
 
     def oldest(self) -> Bucket | None:
-        """Returns the bucket of the request that has waited longest; None if no request waits."""
+        """Return the bucket of the request that has waited longest; None if no request waits."""
         waiting = next(iter(self.by_key.values()), None)
         return None if waiting is None else self.bucket_of(waiting.key)
 
     def next_deadline(self) -> float | None:
-        """Returns the time at which the oldest request reaches `max_age`; None if no request waits."""
+        """Return the time at which the oldest request reaches `max_age`; None if no request waits."""
         waiting = next(iter(self.by_key.values()), None)
         return None if waiting is None else waiting.since + self.max_age
 
     def overdue(self, now: float) -> Bucket | None:
-        """Returns the bucket of the oldest request if it has waited for `max_age`; else None."""
+        """Return the bucket of the oldest request if it has waited for `max_age`, else None."""
         due = self.next_deadline()
         return self.oldest() if due is not None and now >= due else None
 
     def largest(self, queue: Hashable = None, *, grown: bool = True) -> Bucket | None:
-        """Returns the bucket of a queue with most tokens, or None. grown: only if it has `grown_tokens`, unless the
-        window is full or closed"""
+        """Return the bucket of a queue with the most tokens, or None.
+
+        With `grown`, a bucket of fewer than `grown_tokens` tokens is returned only if the window is full or closed.
+        """
         heap = self.heaps.get(queue)
         while heap:
             tokens, _, node, is_whole = heap[0]
@@ -171,7 +180,7 @@ class LiveWindow:
                 heapq.heappop(heap)
                 continue
             homes = self._homes(bucket.namespace, bucket.prefix)
-            if queue not in homes and (homes or queue is not None):  # other replicas hold it by now
+            if queue not in homes and (homes or queue is not None):  # the cached prefix has moved to other replicas
                 heapq.heappop(heap)
                 self._enter(node, is_whole)
                 continue
@@ -181,7 +190,7 @@ class LiveWindow:
         return None
 
     def bucket_of(self, key: Hashable) -> Bucket:
-        """Returns the bucket that a request is in. Raises KeyError if it does not wait."""
+        """Return the bucket that contains a request. Raise KeyError if the request does not wait."""
         leaf = self.by_key[key].leaf
         node = next((node for node in leaf.path() if self._has_enough(node)), None)
         bucket = self.bucket(leaf, False) if node is None else self.bucket(node, True)
@@ -189,7 +198,7 @@ class LiveWindow:
         return bucket
 
     def current(self, bucket: Bucket) -> Bucket | None:
-        """Returns the present form of a bucket that requests have left and entered; None if it is empty."""
+        """Return the bucket as it is now, after requests left or joined; None if it is empty."""
         if not bucket.node.requests:
             return None
         current = self.bucket(bucket.node, bucket.is_whole)
@@ -199,9 +208,11 @@ class LiveWindow:
         return current
 
     def take(self, bucket: Bucket, max_tokens: int | None = None) -> list[WaitingRequest]:
-        """Removes requests of a bucket from the window and returns them: all, or those that fit into `max_tokens`, but
-        at least one. They are neighbours in the trie, so that they share as much as possible. Raises KeyError for a
-        bucket that has changed."""
+        """Remove requests of a bucket from the window and return them.
+
+        All requests leave, or as many as fit into `max_tokens`, but at least one. They are neighbours in the trie, so
+        they share as much as possible. Raise KeyError if the bucket has changed since it was looked up.
+        """
         now = self.bucket(bucket.node, bucket.is_whole)
         if now is None or (now.requests, now.tokens) != (bucket.requests, bucket.tokens):
             raise KeyError("the bucket has changed")
@@ -223,11 +234,11 @@ class LiveWindow:
 
     @property
     def queues(self) -> list[Hashable]:
-        """Returns the queues that may have a bucket."""
+        """The queues that may have a bucket."""
         return list(self.heaps)
 
     def requests_of(self, bucket: Bucket) -> Iterator[WaitingRequest]:
-        """Yields the requests of a bucket in the order of the trie."""
+        """Yield the requests of a bucket in trie order."""
         if bucket.is_whole:
             return self._requests_below(bucket.node)
         return iter(list(bucket.node.ending.values()))
@@ -236,7 +247,7 @@ class LiveWindow:
         return node.stop * node.requests >= self.threshold * node.tokens
 
     def bucket(self, node: WaitingNode, is_whole: bool) -> Bucket | None:
-        """Returns the bucket at a node; None if there is none."""
+        """Return the bucket at a node; None if the node is no bucket."""
         size = self._size(node, is_whole)
         if size is None:
             return None
@@ -250,7 +261,7 @@ class LiveWindow:
         return Bucket(above.namespace, prefix, *size, node, is_whole)
 
     def _size(self, node: WaitingNode, is_whole: bool) -> tuple[int, int] | None:
-        """Returns the numbers of requests and tokens of the bucket at a node; None if there is none."""
+        """Return the requests and the tokens of the bucket at a node; None if the node is no bucket."""
         if not node.requests or any(self._has_enough(above) for above in node.path()[:-1]):
             return None
         if self._has_enough(node) != is_whole or not (is_whole or node.ending):
@@ -271,8 +282,10 @@ class LiveWindow:
             unseen.extend(node.children.values())
 
     def _enter_along(self, end: WaitingNode, before: WaitingNode | None) -> None:
-        """Enters the buckets on the path of `end` into queues, after its totals have changed. before: the bucket there
-        until now"""
+        """Push the buckets on the path of `end` into their queues after the totals changed.
+
+        `before` is the bucket that was on this path until now.
+        """
         path = end.path()
         first = next((node for node in path if self._has_enough(node)), None)
         if first is not None:

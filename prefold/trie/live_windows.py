@@ -1,5 +1,8 @@
-"""Makes windows of a stream that goes on: requests come through a feed from the thread that reads them, wait in the
-live window, and leave it as an engine has room."""
+"""Windows from requests that are still arriving.
+
+One thread reads requests and puts them into a `Feed`. The engine's thread moves them to a live window, and takes
+windows from there when the engine has free capacity.
+"""
 
 from __future__ import annotations
 
@@ -25,34 +28,31 @@ _POLL = 0.005
 
 
 class LiveInput(NamedTuple):
-    """A LiveInput holds the requests of a stream for an engine.
-
-    feed        the requests that arrive
-    max_tokens  of the requests that wait
-    rest        returns the windows of further requests, once the feed has ended; None: there are none
-    see         is called with each window that is taken
-    wants       wants(tag) -> whether a request is still to be sent; None: all are
-    asked       what is asked of the requests that do not say otherwise: by it is looked up what an engine holds
-    """
+    """Requests that are still arriving, for an engine."""
 
     feed: Feed
-    max_tokens: int
-    rest: Callable[[], Windows] | None = None
-    see: See | None = None
-    wants: Callable[[bytes], bool] | None = None
-    asked: Asked | None = None
+    max_tokens: int  # the most tokens that may wait
+    rest: Callable[[], Windows] | None = None  # the windows of further requests, read after the feed's end
+    see: See | None = None  # called with each window that the engine gets
+    wants: Callable[[bytes], bool] | None = None  # wants(tag): True if the request must still run; None: all must
+    asked: Asked | None = None  # the default question; the cache lookup needs it to know which rows count as held
 
 
 class Feed:
-    """A Feed passes on the requests of one task as they come, those of a record together. One thread puts, one takes.
+    """A queue of one task's requests between two threads: one puts, the other takes.
 
-    bound      the most tokens in it. The putting thread checks `has_room` first; a longer record is taken whole
-    is_hungry  set by the taking thread: engines have room, and no request waits. The reader then passes on all it has
-    is_urgent  returns whether other requests wait for the engines, so that the taking thread should stop
-    joins      whether a request that equals one without an answer waits for that answer, which `answered` then gives it
-               too, and all tags are packed (see `repeats`)
+    All requests of a record arrive together. Neither thread holds a lock, because a signal may interrupt either of
+    them anywhere.
 
-    Neither side holds a lock: a signal may interrupt either anywhere.
+    Args:
+        bound: The most tokens in the feed. The putting thread checks `has_room` first; a larger record is accepted.
+        is_urgent: Returns True if other requests wait for the engines, so that the taking thread should stop.
+        joins: Join equal requests: a request that equals an unanswered one gets that answer, through `answered`. All
+            tags are then packed (see `repeats`).
+
+    Attributes:
+        is_hungry: The taking thread sets it when engines are idle and no request waits. The reader then puts all
+            requests that it has.
     """
 
     def __init__(self, bound: int = _BOUND, *, is_urgent: Callable[[], bool] = lambda: False, joins: bool = False):
@@ -61,24 +61,27 @@ class Feed:
         self.has_ended = False
         self._is_urgent = is_urgent
         self._records: deque[tuple[float, Sequence[Sequence[SpooledRequest]]]] = deque()
-        self._tokens_put = self._tokens_taken = 0  # tokens, each counted by one side
+        self._tokens_put = self._tokens_taken = 0  # each is written by one thread only
         self._number = 0
         self._joins = joins
-        self._open: dict[SpooledRequest, deque[CountedTag]] = {}  # the requests without an answer, and their repeats
-        self._sent: dict[bytes, SpooledRequest] = {}  # the same requests, by tag
+        self._open: dict[SpooledRequest, deque[CountedTag]] = {}  # unanswered requests and the tags that wait
+        self._sent: dict[bytes, SpooledRequest] = {}  # tag -> key in `_open`
 
     @property
     def has_room(self) -> bool:
-        """Returns whether more may be put. For the putting thread, as `put` and `end`."""
+        """True if more requests may be put. Only for the putting thread, like `put` and `end`."""
         return self._tokens_put - self._tokens_taken < self.bound
 
     def put(self, requests: Sequence[tuple[Request, bytes]]) -> list[bool]:
-        """Passes on the requests of one record with their tags. Returns for each whether it is a new prompt; a further
-        read of the prompt before it (see `Window.twins`) stays with that prompt."""
+        """Put the requests of one record, each with its tag.
+
+        Return a list with True for each request that is a new prompt. A twin (another read of the previous prompt, see
+        `Window.twins`) stays with its prompt.
+        """
         prompts: list[Sequence[SpooledRequest]] = []
         is_new = []
         last: tuple[Namespace, bytes] | None = None
-        joined = False  # whether the first read of the prompt waits for an equal request
+        joined = False  # the first read of the prompt waits for an equal request
         for request, tag in requests:
             encoded = encode(request, tag, self._number)
             is_new.append(request.sampling is not None or encoded[:2] != last)
@@ -100,15 +103,14 @@ class Feed:
         return is_new
 
     def _join(self, request: SpooledRequest, counted: CountedTag) -> bool:
-        """Returns whether a request waits for the answer of an equal one. Otherwise it is one that others may wait
-        for."""
+        """Return True if the request now waits for the answer of an equal one; if not, later ones may wait for it."""
         key = request._replace(tag=b"", number=0, media=())
         waiting = self._open.get(key)
         if waiting is not None:
             waiting.append(counted)
             if self._open.get(key) is waiting:
                 return True
-            try:  # the answer has come meanwhile, and `answered` may have seen this tag or not
+            try:  # the answer came meanwhile, and `answered` may have yielded this tag already
                 waiting.remove(counted)
             except ValueError:
                 return True
@@ -116,24 +118,25 @@ class Feed:
         return False
 
     def answered(self, packed: bytes) -> Iterator[CountedTag]:
-        """Yields the tags of the requests that wait for the answer of the request with this tag. For the taking
-        thread."""
+        """Yield the tags that wait for the answer of the request with this tag. Only for the taking thread."""
         key = self._sent.pop(packed, None)
         waiting = None if key is None else self._open.pop(key, None)
         while waiting:
             try:
                 counted = waiting.popleft()
-            except IndexError:  # taken back
+            except IndexError:  # `_join` removed the last tag meanwhile
                 return
             yield counted
 
     def end(self) -> None:
-        """Declares that no more requests come."""
+        """Declare that no more requests come."""
         self.has_ended = True
 
     def take(self, timeout: float = 0.0) -> Sequence[Sequence[SpooledRequest]] | None:
-        """Returns the reads of each prompt of the next record; None if none comes within `timeout` seconds. For the
-        taking thread."""
+        """Return the next record, as one list of reads per prompt. Only for the taking thread.
+
+        Return None if no record comes within `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while not self._records:
             if time.monotonic() >= deadline or self.has_ended:
@@ -145,7 +148,7 @@ class Feed:
 
     @property
     def since(self) -> float | None:
-        """Returns when the oldest record was put, by time.monotonic(); None if no record waits."""
+        """When the oldest record was put, by time.monotonic(); None if no record waits."""
         try:
             return self._records[0][0]
         except IndexError:
@@ -153,27 +156,28 @@ class Feed:
 
     @property
     def is_over(self) -> bool:
-        """Returns whether the taking thread should stop: no more records come, or other requests wait."""
-        ended = self.has_ended  # looked at before the queue, into which nothing is put afterwards
+        """True if the taking thread should stop: no more records come, or other requests wait."""
+        ended = self.has_ended  # read this first: after `end` nothing is put, so an empty queue then stays empty
         return (ended and not self._records) or self._is_urgent()
 
 
 _WAIT = 0.02
-_AHEAD = 0.05  # an engine that keeps back its last results gives them after so many seconds without a window
+_AHEAD = 0.05  # an engine that holds back its last results returns them after this many seconds without a window
 
 
 class LiveWindows:
-    """A LiveWindows takes the requests of a feed out of a live window, as windows for one engine.
+    """The windows of one engine, taken from a feed through a live window.
 
-    feed        the source of the requests
-    max_tokens  of requests that wait
-    most        tokens of a window: about as many as an engine can begin with at once
-    share       whether requests share rows; otherwise they leave in order of arrival
-    busy        while the engine has so many requests, small buckets wait for more requests
-    is_held     is_held(namespace, prefix) -> whether the engine holds its K/V; such buckets leave first
-    stopping    called while there is nothing to do; returns whether to end
+    The caller adds to `num_answered` when requests are answered.
 
-    The caller counts in `num_answered` the requests whose answers it has.
+    Args:
+        feed: The source of the requests.
+        max_tokens: The most tokens that may wait.
+        most: Tokens of a window: about as many as an engine can start at once.
+        share: Share rows between requests. If False, requests leave in order of arrival.
+        busy: Small buckets wait for more requests while the engine runs at least this many.
+        is_held: is_held(namespace, prefix) -> True if the engine's cache holds the prefix; such buckets leave first.
+        stopping: Called while no request waits; returns True to end the windows.
     """
 
     def __init__(
@@ -191,25 +195,25 @@ class LiveWindows:
         self.num_answered = self.num_taken = 0
         self.is_closed = False
         self._is_held = is_held
-        # The queue True has the buckets whose prefix the engine holds.
+        # The queue True contains the buckets with a prefix in the engine's cache.
         holds = is_held or (lambda *prefix: False)
         self.window = LiveWindow(max_tokens=max_tokens, homes=lambda *prefix: (True,) if holds(*prefix) else ())
         self._most, self._share, self._busy, self._stopping = most, share, busy, stopping
-        self._pending: deque[Sequence[SpooledRequest]] = deque()  # the rest of a record that did not fit
+        self._pending: deque[Sequence[SpooledRequest]] = deque()  # the prompts of a record that did not fit
         self._windows: deque[Window] = deque()
         self._last: SpooledRequest | None = None
 
     def close(self) -> None:
-        """Ends the windows."""
+        """End the windows."""
         self.is_closed = True
 
     @property
     def is_done(self) -> bool:
-        """Returns whether there are no more windows."""
+        """True if there are no more windows."""
         return self.is_closed or (not (self.window or self._pending or self._windows) and self.feed.is_over)
 
     def __iter__(self) -> Iterator[Window | None]:
-        """Yields windows, and None when no request waits while the engine has others to go on with."""
+        """Yield windows, and None when no window is ready but the engine still has requests to run."""
         while not self.is_done:
             window = self._next()
             if window is None and not self._num_open:
@@ -220,8 +224,11 @@ class LiveWindows:
             yield window
 
     def without_pauses(self, *, ahead: bool) -> Iterator[Window]:
-        """Yields windows, and no None. ahead: whether the engine keeps back the last step's results until the next
-        window; then this ends when no request has come for a while"""
+        """Yield windows, never None.
+
+        With `ahead`, the engine holds back the results of a step until the next window. The windows then end when no
+        request has come for a while.
+        """
         began = time.monotonic()
         while not self.is_done:
             window = self._next()
@@ -242,7 +249,7 @@ class LiveWindows:
         self._take_in(_WAIT)
 
     def _take_in(self, timeout: float = 0.0) -> None:
-        """Moves requests from the feed into the window, as long as there is room."""
+        """Move requests from the feed into the window until the window is full or no request is ready."""
         window, now = self.window, time.monotonic()
         while not window.is_full:
             if self._pending:
@@ -265,12 +272,12 @@ class LiveWindows:
             self._windows.extend(window_of(requests, share=self._share))
             if self._windows and self._share:
                 first, last, self._last = requests[0], self._last, requests[-1]
-                if last is not None and last.namespace == first.namespace:  # else they share nothing
+                if last is not None and last.namespace == first.namespace:
                     self._windows[0] = replace(self._windows[0], common=shared_by(last.key, first.key))
         return self._windows.popleft() if self._windows else None
 
     def _leaving(self) -> list[SpooledRequest]:
-        """Returns the requests of the next window, sorted: those of buckets, until there are enough tokens."""
+        """Take the requests of the next window: bucket after bucket until there are enough tokens, then sorted."""
         leaving: list[SpooledRequest] = []
         room = self._most
         while room > 0 and (bucket := self._best()) is not None:
@@ -291,7 +298,7 @@ class LiveWindows:
 
 
 def watched(windows: Iterable[Window | None], see: See | None) -> Iterator[Window | None]:
-    """Yields the windows, and calls `see` with each as it is taken."""
+    """Yield the windows and call `see` with each window (not None) before it is yielded."""
     for window in windows:
         if window is not None and see is not None:
             see(window)
@@ -299,5 +306,5 @@ def watched(windows: Iterable[Window | None], see: See | None) -> Iterator[Windo
 
 
 def window_of(requests: Sequence[SpooledRequest], *, share: bool = True) -> Iterator[Window]:
-    """Yields the windows of sorted requests: one for each namespace."""
+    """Yield the windows of sorted requests, one per namespace."""
     return cut_into_windows(requests, max_tokens=1 << 62, is_sorted=share)

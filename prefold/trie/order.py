@@ -1,7 +1,6 @@
-"""Keeps sorted requests in memory or in a file, and reads ranges of them, from several threads at once.
+"""Sorted requests in memory or in a file; several threads can read ranges at once.
 
-In a file requests are written one after the other, with sixteen bytes of index for each; the index is mapped and takes
-no memory of its own.
+A file contains the requests one after the other. Its index has 16 bytes per request. The index is memory-mapped.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from .tempfiles import TempFile
 _SAMPLING = {field.name: field.default for field in fields(Sampling)}
 
 
-# Most requests of a job have the same options as the request before, so both directions are cached. (1 and 1.0 are
-# equal keys of the cache, and mean the same.)
+# Most requests of a job have the same options as the previous request, so both directions are cached. (The cache treats
+# 1 and 1.0 as equal keys, and they mean the same.)
 @lru_cache(maxsize=64)
 def encode_options(sampling: Sampling | None, priority: int) -> bytes:
-    """Returns a request's sampling and priority as JSON, without defaults; b"" if all are defaults."""
+    """Return a request's sampling and priority as JSON, without defaults; b"" if all are defaults."""
     values: dict[str, Any] = {"priority": priority} if priority else {}
     if sampling is not None:
         values["sampling"] = changed = {name: getattr(sampling, name) for name in _SAMPLING}
@@ -43,7 +42,7 @@ def encode_options(sampling: Sampling | None, priority: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def decode_options(data: bytes) -> tuple[Sampling | None, int]:
-    """Returns the sampling and the priority that `encode_options` wrote to `data`."""
+    """Return the sampling and the priority that `encode_options` wrote to `data`."""
     values = json.loads(data) if data else {}
     priority, changed = values.get("priority", 0), values.get("sampling")
     if changed is None:
@@ -55,8 +54,10 @@ def decode_options(data: bytes) -> tuple[Sampling | None, int]:
 
 @lru_cache(maxsize=64)
 def encode_namespace(namespace: Namespace) -> bytes:
-    """Returns the namespace of a request as JSON; b"" for the namespace of most requests. It has no parts: these come
-    when an engine opens the request."""
+    """Return the namespace of a request as JSON; b"" for the default namespace.
+
+    `namespace.parts` must be empty: an engine adds parts only when it opens the request.
+    """
     assert not namespace.parts
     names = [namespace.adapter, namespace.salt]
     return json.dumps(names, ensure_ascii=False).encode("utf-8", "surrogatepass") if any(names) else b""
@@ -64,17 +65,17 @@ def encode_namespace(namespace: Namespace) -> bytes:
 
 @lru_cache(maxsize=64)
 def decode_namespace(data: bytes) -> Namespace:
-    """Returns the namespace that `encode_namespace` wrote to `data`."""
+    """Return the namespace that `encode_namespace` wrote to `data`."""
     return Namespace(*json.loads(data.decode("utf-8", "surrogatepass"))) if data else Namespace()
 
 
 def _tuples(value: Any) -> Any:
-    """Returns a value of JSON with tuples in place of lists."""
+    """Return a JSON value with its lists as tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-# A request's header in a file: its number, its numbers of tokens and targets (-1: no targets), and the bytes of its
-# tag, options and namespace.
+# A request's header in a file: its number, its tokens, its targets (-1: no targets), and the sizes in bytes of its tag,
+# options and namespace.
 _HEADER = struct.Struct("<QIiIII")
 _INDEX = np.dtype([("offset", "<i8"), ("length", "<i4"), ("shared", "<i4")])
 _CHUNK_TOKENS = 1 << 16
@@ -82,15 +83,15 @@ _BUFFER = 1 << 20
 
 
 class SpooledRequest(NamedTuple):
-    """A SpooledRequest is a request of a spool or a feed. It compares as (namespace, tokens, arrival)."""
+    """A request in a spool or a feed. It compares as (namespace, tokens, arrival)."""
 
     namespace: Namespace
     key: bytes  # the token ids as big-endian int32: byte order is token order
-    number: int  # of arrival
-    targets: bytes | None  # int32, native
+    number: int  # place in the order of arrival
+    targets: bytes | None  # native int32
     tag: bytes
     options: bytes = b""  # see `encode_options`
-    media: tuple[Medium, ...] = ()  # unless the spool holds them; they are not written to files
+    media: tuple[Medium, ...] = ()  # empty if the spool holds them; never written to files
 
     @property
     def num_tokens(self) -> int:
@@ -102,8 +103,11 @@ class SpooledRequest(NamedTuple):
 
 
 def encode(request: Request, tag: bytes = b"", number: int = 0) -> SpooledRequest:
-    """Returns a request as a SpooledRequest. Raises InputError if tokens or targets are not flat arrays of ids from 0
-    to 2**31 - 1, if there are no tokens, or more targets than tokens."""
+    """Return a request as a SpooledRequest.
+
+    Raise InputError if tokens or targets are not flat arrays of ids from 0 to 2**31 - 1, if there are no tokens, or if
+    there are more targets than tokens.
+    """
     key = _ids(request.tokens, "tokens", ">i4")
     targets = None if request.targets is None else _ids(request.targets, "targets", "=i4")
     options = encode_options(request.sampling, request.priority)
@@ -116,7 +120,7 @@ def encode(request: Request, tag: bytes = b"", number: int = 0) -> SpooledReques
 
 
 def _ids(array: Any, name: str, dtype: str) -> bytes:
-    """Returns the ids as bytes of `dtype`, a type of 4 bytes. Raises InputError naming the field `name`."""
+    """Return the ids as bytes of the 4-byte type `dtype`. Raise InputError, naming the field `name`."""
     array = np.asarray(array)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         message = f"{name} is an array of {array.dtype} with {array.ndim} dimensions"
@@ -130,25 +134,21 @@ def _ids(array: Any, name: str, dtype: str) -> bytes:
 
 
 class Order:
-    """An Order holds the requests of a spool in lexicographic order. Any thread may read ranges.
+    """The requests of a spool in lexicographic order. Any thread may read ranges."""
 
-    lengths  int32 [requests]: the tokens of each
-    shared   int32 [requests]: how many leading tokens each shares with the request before it
-    """
-
-    lengths: np.ndarray
-    shared: np.ndarray
+    lengths: np.ndarray  # int32 [requests]: tokens of each request
+    shared: np.ndarray  # int32 [requests]: leading tokens that each request shares with the previous one
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def read(self, start: int, stop: int) -> Iterator[SpooledRequest]:
-        """Yields the requests start <= request < stop."""
+        """Yield the requests from `start` up to, not including, `stop`."""
         raise NotImplementedError
 
 
 class MemoryOrder(Order):
-    """A MemoryOrder is an Order of requests in memory."""
+    """The order of requests in memory."""
 
     def __init__(self, requests: Sequence[SpooledRequest]):
         self._requests = requests
@@ -161,7 +161,7 @@ class MemoryOrder(Order):
 
 
 class FileOrder(Order):
-    """A FileOrder is an Order in a temporary file, with its index in another."""
+    """The order of requests in a temporary file; its index is in another file."""
 
     def __init__(self, requests: Iterable[SpooledRequest], directory: str | os.PathLike[str] | None = None):
         self._file, index_file = TempFile(directory), TempFile(directory)
@@ -185,7 +185,7 @@ class FileOrder(Order):
 
 
 def _with_shared(requests: Iterable[SpooledRequest]) -> Iterator[tuple[list[SpooledRequest], np.ndarray]]:
-    """Yields sorted requests in chunks, with the number of leading tokens that each shares with the request before."""
+    """Yield sorted requests in chunks, with the number of leading tokens shared with the previous request."""
     chunk: list[SpooledRequest] = []
     last: list[SpooledRequest] = []
     tokens = 0
@@ -208,7 +208,7 @@ def _with_shared(requests: Iterable[SpooledRequest]) -> Iterator[tuple[list[Spoo
 
 
 def unique_tokens(orders: Iterable[Order]) -> int:
-    """Returns the rows of the stream of all requests of some orders together. Reads each order once."""
+    """Return the number of rows of one stream with the requests of all `orders`. Reads each order once."""
     merged = heapq.merge(*(order.read(0, len(order)) for order in orders), key=lambda request: request[:2])
     return sum(
         sum(request.num_tokens for request in chunk) - int(shared.sum()) for chunk, shared in _with_shared(merged)
@@ -216,7 +216,7 @@ def unique_tokens(orders: Iterable[Order]) -> int:
 
 
 def join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of requests as a ragged array: (tokens, offsets)."""
+    """Return the tokens of requests as a ragged array: (tokens, offsets)."""
     tokens = np.frombuffer(b"".join([r.key for r in requests]), ">i4").astype(np.int32)
     offsets = np.zeros(len(requests) + 1, np.int64)
     np.cumsum([r.num_tokens for r in requests], out=offsets[1:])
@@ -224,7 +224,7 @@ def join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def request_bytes(request: SpooledRequest) -> bytes:
-    """Returns a request as bytes for a file."""
+    """Return a request as bytes for a file."""
     targets, key, namespace = request.targets, request.key, encode_namespace(request.namespace)
     num_targets = -1 if targets is None else len(targets) // 4
     sizes = (len(request.tag), len(request.options), len(namespace))
@@ -233,7 +233,7 @@ def request_bytes(request: SpooledRequest) -> bytes:
 
 
 def read_requests(file: Any) -> Iterator[SpooledRequest]:
-    """Yields the requests from a file's position on."""
+    """Yield the requests of a file from its current position on."""
     read = file.read
     while header := read(_HEADER.size):
         number, num_tokens, num_targets, num_tag, num_options, num_namespace = _HEADER.unpack(header)

@@ -1,8 +1,8 @@
 """A radix trie: the prefix trie of token sequences that come and go.
 
-`Trie` lays a known set of sequences flat, once. A radix trie changes: a sequence is inserted, its node is found again,
-and it is removed. Runs of tokens without a branch are one node, so the size and every walk depend on the branches, not
-on the tokens.
+`Trie` lays a known set of sequences flat, once. A radix trie changes: callers insert a sequence, find its node again,
+and remove it. A run of tokens without a branch is one node. So the size and the cost of a walk depend on the number of
+branches, not of tokens.
 
     insert "to be"             insert "to go"                     remove the node of "be"
 
@@ -15,15 +15,15 @@ The rules:
 
 - A node stands for its last token. A split puts a new node *above* the old one. So a reference to a node stays valid
   while the node is in the trie, and its end never moves.
-- Two namespaces share nothing: each has a root of its own, which has no tokens.
-- The ids of a run are bytes, int32 each, in the machine's order. One `memcmp` compares a run, a slice copies what a
-  node needs and holds no long prompt alive, and the first four bytes are the key of a child.
+- Namespaces share nothing: each has its own root, and a root has no tokens.
+- The ids of a run are bytes: int32 in native byte order. One `memcmp` compares a run. A node's run is a copy, so it
+  keeps no long prompt in memory. The first four bytes are the key of a child.
 - Only this file changes `parent`, `children`, `ids` and `start`.
 
-What a trie is good for is its *payload*: the slots of K/V in the cache, the replicas that hold rows in the router, the
-totals of waiting requests in the live window. A payload is a subclass of `RadixNode` with slots of its own, and not an
-object beside the node: schedulers read it for every row of every step, and a second object would cost each of these
-reads an attribute, and each node an allocation. If a payload belongs to tokens, it says in `divide` how it is split.
+A trie is useful for its *payload*: K/V slots in the cache, the replicas that hold rows in the router, the totals of
+waiting requests in the live window. A payload is a subclass of `RadixNode` with its own `__slots__`. A separate object
+per node would cost one more attribute lookup for every row of every step, and one more allocation per node. If a
+payload belongs to tokens, it defines in `divide` how a split divides it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import Generic, Self, TypeVar
 
 import numpy as np
 
-ID = np.dtype(np.int32)  # a token id; a dtype that is made once saves NumPy a search on every use
+ID = np.dtype(np.int32)  # a token id; NumPy looks a type up on every use unless it gets a dtype object
 TOKEN = ID.itemsize
 
 
 def token_bytes(tokens: np.ndarray | Sequence[int]) -> bytes:
-    """Return token ids as bytes, int32 each."""
+    """Return token ids as int32 bytes."""
     return np.asarray(tokens, ID).tobytes()
 
 
@@ -54,7 +54,7 @@ def shared_by(ids: bytes, other: bytes, at: int = 0) -> int:
 
 @dataclass(eq=False, repr=False, slots=True)
 class RadixNode:
-    """A run of tokens; the base of payloads."""
+    """A run of tokens; the base class of payloads."""
 
     parent: Self | None  # the node above; None for a root
     ids: bytes  # the token ids of the run; empty for a root
@@ -63,19 +63,21 @@ class RadixNode:
     namespace: Hashable = field(default=None, init=False)  # for a root: the namespace of the trie
 
     def divide(self, upper: Self) -> None:
-        """Give a new node above this one its part of the payload: what belongs to the first tokens of the run, which
-        are in `upper` now. This node has only the other tokens left."""
+        """Move the payload of the first tokens of the run to `upper`, the new node above.
+
+        `upper` has these tokens already, and this node has only the rest.
+        """
 
     def __len__(self) -> int:
         return len(self.ids) // TOKEN
 
     @property
     def stop(self) -> int:
-        """The position behind the last token."""
+        """The position just past the last token."""
         return self.start + len(self.ids) // TOKEN
 
     def path(self, below: Self | None = None) -> list[Self]:
-        """Return the nodes down to this node: from below the root, or from below a node above."""
+        """Return the nodes down to this node, starting below the root or below the ancestor `below`."""
         nodes = []
         node = self
         while node is not below and node.parent is not None:
@@ -84,14 +86,17 @@ class RadixNode:
         return nodes[::-1]
 
     def match(self, ids: bytes) -> Iterator[tuple[Self, int]]:
-        """Yield the nodes below this one that `ids` goes through, each with how many of its leading tokens match: all,
-        except perhaps in the last node. The caller may split the node that it got, and go on."""
+        """Yield the nodes below this one that match `ids`, each with the number of its leading tokens that match.
+
+        All tokens of a node match, except perhaps in the last node. The caller may split a node that it got and
+        continue.
+        """
         node, at, size = self, 0, len(ids)
         while at < size:
             child = node.children.get(ids[at : at + TOKEN])
             if child is None:
                 return
-            run = child.ids  # another thread may split the node meanwhile
+            run = child.ids  # read once: another thread may split the node meanwhile
             if not ids.startswith(run, at):
                 yield child, shared_by(run, ids, at)
                 return
@@ -106,10 +111,10 @@ class RadixTrie(Generic[P]):
     """The tries of all namespaces.
 
     Args:
-        make: Makes a node from its parent, its ids and its start: the class of the payload, if this needs no more.
+        make: Creates a node from its parent, its ids and its start. Often this is just the payload's class.
 
     Attributes:
-        roots: The root of each trie, by namespace. A trie has a root as long as it has other nodes.
+        roots: The root of each trie, by namespace. A root exists while its trie has other nodes.
     """
 
     def __init__(self, make: Callable[[P | None, bytes, int], P]) -> None:
@@ -117,21 +122,21 @@ class RadixTrie(Generic[P]):
         self.roots: dict[Hashable, P] = {}
 
     def plant(self, namespace: Hashable) -> P:
-        """Return the root of a new namespace."""
+        """Create and return the root of a new namespace."""
         root = self.roots[namespace] = self._make(None, b"", 0)
         root.namespace = namespace
         return root
 
     def insert(self, namespace: Hashable, ids: bytes) -> P:
-        """Return the node that ends with `ids`, which are at least one token; make it if it is missing."""
+        """Return the node that ends with `ids` (at least one token); create it if it is missing."""
         root = self.roots.get(namespace)
         return self.extend(self.plant(namespace) if root is None else root, ids)
 
     def extend(self, node: P, ids: bytes) -> P:
-        """Return the node that ends `ids` below the end of `node`; make it if it is missing.
+        """Return the node that ends `ids` below the end of `node`; create it if it is missing.
 
-        If the end lies within a run, that node is split. The time is linear in the tokens that match, with one lookup
-        for each node.
+        If the end lies within a run, that node is split. The time is linear in the number of matching tokens, plus one
+        lookup per node.
         """
         at, size = 0, len(ids)
         while at < size:
@@ -146,8 +151,10 @@ class RadixTrie(Generic[P]):
         return node
 
     def match(self, namespace: Hashable, ids: bytes) -> Iterator[tuple[P, int]]:
-        """Yield the nodes that `ids` goes through, each with how many of its leading tokens match; see
-        `RadixNode.match`."""
+        """Yield the nodes that match `ids`, each with the number of its leading tokens that match.
+
+        See `RadixNode.match`.
+        """
         root = self.roots.get(namespace)
         return iter(()) if root is None else root.match(ids)
 
@@ -163,8 +170,10 @@ class RadixTrie(Generic[P]):
         return upper
 
     def join(self, node: P) -> P:
-        """Give the tokens of a node to its only child, and return the child: the inverse of `split`. The payload of the
-        child stays as it is, and the payload of the node is lost."""
+        """Prepend the tokens of a node to its only child, and return the child: the inverse of `split`.
+
+        The child's payload is unchanged, and the node's payload is lost.
+        """
         above, (child,) = node.parent, node.children.values()
         assert above is not None
         above.children[node.ids[:TOKEN]] = child
@@ -172,7 +181,7 @@ class RadixTrie(Generic[P]):
         return child
 
     def remove(self, node: P) -> None:
-        """Take a node without children out of its trie. A root goes with its last child."""
+        """Remove a node without children from its trie. A root is removed with its last child."""
         above, first = node.parent, node.ids[:TOKEN]
         assert above is not None and not node.children
         if above.children.get(first) is node:

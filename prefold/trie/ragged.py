@@ -1,7 +1,7 @@
-"""Checks and sorts ragged token arrays, and compares neighbouring sequences.
+"""Check, sort and compare ragged token arrays.
 
-A ragged array is `tokens` [N] and `offsets` [B + 1]: sequence s is tokens[offsets[s]:offsets[s + 1]].
-`check_ragged` checks what callers hand over; the other functions trust their arguments.
+A ragged array is `tokens` [N] and `offsets` [B + 1]: sequence s is tokens[offsets[s]:offsets[s + 1]]. `check_ragged`
+checks arrays from callers; the other functions trust their arguments.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ import numpy as np
 from ..errors import InputError
 
 _MAX_TOKEN = 2**31 - 1
-_PRESORT = 1024  # sequences from which one vectorised sort by a single token pays ...
-_PRESORT_TOKENS = 3  # ... or a few, as many as fit into a 64-bit key
-_FIRST_BLOCK = 1 << 15  # tokens compared at once when the comparison of neighbours starts ...
-_MAX_BLOCK = 1 << 18  # ... and at most, so that a block stays in cache
+_PRESORT = 1024  # from this many sequences on, first sort all by a few tokens in one vectorised sort
+_PRESORT_TOKENS = 3  # how many tokens that sort reads, if they fit into its 64-bit key
+_FIRST_BLOCK = 1 << 15  # tokens that the first comparison of neighbours reads at once
+_MAX_BLOCK = 1 << 18  # limit of later comparisons, so that a block stays in the CPU cache
 _MIN_WIDTH = 8
 
 
 def check_ragged(tokens: Any, offsets: Any, *, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (tokens int32 [N], offsets int64 [B + 1]), checked and contiguous, copied only where the type demands it.
+    """Return (tokens int32 [N], offsets int64 [B + 1]), checked and contiguous.
 
-    Raises InputError, naming the sequence and the position, for tokens or offsets that are not one-dimensional
-    integers; for offsets that do not start at 0, that decrease, or that do not end at N; for an empty sequence; and
-    for an id that is negative, 2**31 or more, or not below `vocab_size`.
+    Arrays are copied only if their type must change. Raise InputError, naming the sequence and the position:
+
+    - tokens or offsets are not one-dimensional integer arrays
+    - offsets do not start at 0, decrease, or do not end at N
+    - a sequence is empty
+    - an id is negative, at least 2**31, or not below `vocab_size`
     """
     tokens, offsets = _integers(tokens, "tokens"), _integers(offsets, "offsets")
     offsets = _check_offsets(offsets, len(tokens))
     limit = _MAX_TOKEN + 1 if vocab_size is None else min(vocab_size, _MAX_TOKEN + 1)
     if tokens.dtype.itemsize < 4:
         tokens = tokens.astype(np.int32)
-    # Read as unsigned, a negative id is a huge one: one comparison finds every bad id.
+    # Read as unsigned, a negative id is huge: one comparison finds every bad id.
     unsigned = tokens.view(np.dtype(f"u{tokens.dtype.itemsize}"))
     if len(tokens) and int(unsigned.max()) >= limit:
         _raise_bad_token(tokens, offsets, int(np.argmax(unsigned >= limit)), vocab_size)
@@ -43,7 +46,7 @@ def check_ragged(tokens: Any, offsets: Any, *, vocab_size: int | None = None) ->
 def _integers(array: Any, name: str) -> np.ndarray:
     array = np.asarray(array)
     if array.ndim == 1 and array.size == 0 and array.dtype == np.float64:
-        array = array.astype(np.int64)  # what NumPy makes of an empty list
+        array = array.astype(np.int64)  # NumPy's type for an empty list
     if array.ndim != 1:
         raise InputError(f"{name} has {array.ndim} dimensions", field=name, remedy="give a flat array")
     if array.dtype.kind not in "iu":
@@ -87,17 +90,17 @@ def _raise_bad_token(tokens: np.ndarray, offsets: np.ndarray, index: int, vocab_
 
 
 def ragged_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns starts[0], starts[0] + 1, ... (lengths[0] numbers), then starts[1], ...; int64 [sum(lengths)]."""
+    """Return the ranges starts[i], starts[i] + 1, ... of lengths[i] numbers each, joined: int64 [sum(lengths)]."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
 
 
 def lexsort_sequences(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Returns the sequences' numbers in lexicographic order of token ids, int64 [B].
+    """Return the numbers of the sequences in lexicographic order of token ids, int64 [B].
 
-    A prefix comes before its extensions; equal sequences keep their input order. tokens int32 [N] >= 0 and
-    offsets int64 [B + 1] as `check_ragged` returns them.
+    A prefix comes before its extensions; equal sequences stay in input order. The arguments are tokens int32 [N] >= 0
+    and offsets int64 [B + 1], as returned by `check_ragged`.
     """
     num = len(offsets) - 1
     if num < 2:
@@ -115,18 +118,21 @@ def lexsort_sequences(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
 
 def _byte_keys(tokens: np.ndarray, offsets: np.ndarray) -> list[bytes]:
-    # Ids are not negative, so big-endian bytes compare as the ids do, and the interpreter sorts them by memcmp.
+    # Ids are not negative, so their big-endian bytes have the same order, and Python compares bytes by memcmp.
     data = tokens.astype(">i4").tobytes()
     cuts = (offsets * 4).tolist()
     return [data[a:b] for a, b in pairwise(cuts)]
 
 
 def _sort_by_few_tokens(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the order by the first few tokens behind the prefix that all share, and the bounds of the ties in it."""
+    """Sort by the first few tokens behind the prefix that all sequences share.
+
+    Return (order, first, stop): `first` and `stop` bound the groups of sequences that this sort cannot separate.
+    """
     num = len(offsets) - 1
     starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
     depth = _shared_by_all(tokens, starts, int(lengths.min()))
-    # Tokens and number in one key: an ordinary sort is then stable, and far faster than an argsort.
+    # One key contains the tokens and the sequence number. So an ordinary sort is stable, and far faster than argsort.
     bits, token_bits = num.bit_length(), (int(tokens.max()) + 1).bit_length()
     code, used = np.zeros(num, np.int64), 0
     while used == 0 or (used < _PRESORT_TOKENS and bits + (used + 1) * token_bits < 64):
@@ -138,13 +144,13 @@ def _sort_by_few_tokens(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.nda
     order, code = keys & ((1 << bits) - 1), keys >> bits
     bounds = np.flatnonzero(np.concatenate(([True], code[1:] != code[:-1], [True])))
     first, stop = bounds[:-1], bounds[1:]
-    # Sequences that tie and have no more tokens are equal.
+    # Sequences that tie and have no more tokens are equal and need no further sort.
     open_ = (stop - first > 1) & (np.maximum.reduceat(lengths[order], first) > depth + used)
     return order, first[open_], stop[open_]
 
 
 def _shared_by_all(tokens: np.ndarray, starts: np.ndarray, shortest: int) -> int:
-    """Returns the length of the prefix that all sequences share."""
+    """Return the length of the prefix that all sequences share."""
     depth, width = 0, 1
     while depth < shortest:
         width = min(width, shortest - depth)
@@ -158,16 +164,16 @@ def _shared_by_all(tokens: np.ndarray, starts: np.ndarray, shortest: int) -> int
 
 
 def windows(array: np.ndarray, width: int, *, writeable: bool = False) -> np.ndarray:
-    """Returns a view [len(array) - width + 1, width] whose row i is array[i : i + width]."""
+    """Return a view [len(array) - width + 1, width] with the rows array[i : i + width]."""
     shape = len(array) - width + 1, width
     return np.lib.stride_tricks.as_strided(array, shape, array.strides * 2, writeable=writeable)
 
 
 def common_prefix_lengths(tokens: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Returns how many leading tokens sequence order[i] shares with sequence order[i - 1], int64 [B]; 0 for i = 0.
+    """Return how many leading tokens sequence order[i] shares with sequence order[i - 1], int64 [B]; 0 for i = 0.
 
-    All pairs are compared a block of tokens at a time. Pairs that are found to differ drop out, and the block grows,
-    so the cost is a small multiple of the tokens compared.
+    All pairs are compared one block of tokens at a time. A pair drops out at its first difference, and the blocks grow.
+    So the cost is a small multiple of the number of tokens compared.
     """
     lcp = np.zeros(len(order), np.int64)
     if len(order) < 2:
@@ -175,7 +181,7 @@ def common_prefix_lengths(tokens: np.ndarray, offsets: np.ndarray, order: np.nda
     starts = offsets[:-1][order]
     lengths = (offsets[1:] - offsets[:-1])[order]
     limit = np.minimum(lengths[1:], lengths[:-1])
-    # Reading past a sequence's end is harmless (`limit` cuts the result), past the buffer's end it is not.
+    # Reading past the end of a sequence is harmless (`limit` cuts the result); reading past the buffer is not.
     over = int(starts.max()) + int(limit.max()) - len(tokens)
     padded = np.concatenate((tokens, np.zeros(over, tokens.dtype))) if over > 0 else tokens
     pairs, left, right, depth, width = None, starts[:-1], starts[1:], 0, 0

@@ -1,8 +1,8 @@
-"""Joins equal requests of a job, so that an engine computes each of them once.
+"""Join equal requests of a job, so that an engine computes each of them once.
 
-Requests are equal if namespace, tokens, targets and options are. A sampled request without a seed equals no other one:
-each is to get an answer of its own. Equal requests lie side by side in sorted order, so that a spool needs no memory to
-find them. One request carries the tags of all; the engine sees a single tag, which `read_tags` takes apart again.
+Requests are equal if their namespace, tokens, targets and options are equal. A sampled request without a seed equals no
+other request, because each one must get its own answer. Equal requests are neighbours in sorted order, so a spool finds
+them without extra memory. One request then carries all tags, packed into one; `read_tags` unpacks them.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from typing import NamedTuple
 
 from .order import SpooledRequest, decode_options
 
-_HEADER = struct.Struct("<II")  # the tokens of the prompt, the number of tags
-_TAG = struct.Struct("<II")  # the tokens that the tag's request counts, the bytes of the tag
-# Tags of equal requests that one request carries, at most: a table of nothing but equal records stays out of memory.
+_HEADER = struct.Struct("<II")  # tokens of the prompt, number of tags
+_TAG = struct.Struct("<II")  # tokens that the request counts, bytes of the tag
+# Limit on the tags that one joined request carries, so that a table of only equal records does not fill the memory.
 _MOST_BYTES = 1 << 20
 
 
 class CountedTag(NamedTuple):
-    """A CountedTag is the tag of a request, and how many tokens of the prompt it counts: all, or 0 for a further read
-    of a prompt that the request before it counts (see `Window.twins`)."""
+    """The tag of a request, with the tokens that the request adds to the job's count."""
 
     tag: bytes
-    tokens: int
+    tokens: int  # all tokens of the prompt; 0 for a twin, because its prompt is counted already (see `Window.twins`)
 
 
 def pack_tags(num_tokens: int, tags: Sequence[CountedTag]) -> bytes:
-    """Returns the tags of equal requests as one tag. num_tokens: of their prompt"""
+    """Return the tags of equal requests as one tag. `num_tokens` is the length of their prompt."""
     heads = b"".join(_TAG.pack(tokens, len(tag)) for tag, tokens in tags)
     return b"".join((_HEADER.pack(num_tokens, len(tags)), heads, *(tag for tag, _ in tags)))
 
 
 def read_tags(packed: bytes) -> tuple[int, list[CountedTag]]:
-    """Returns (the tokens of the prompt, the tags that `pack_tags` joined)."""
+    """Return the length of the prompt, and the tags that `pack_tags` packed."""
     num_tokens, count = _HEADER.unpack_from(packed)
     place, tags = _HEADER.size + count * _TAG.size, []
     for tokens, size in _TAG.iter_unpack(packed[_HEADER.size : place]):
@@ -46,14 +45,14 @@ def read_tags(packed: bytes) -> tuple[int, list[CountedTag]]:
 
 
 def is_repeatable(options: bytes) -> bool:
-    """Returns whether equal requests with these options (see `encode_options`) have equal answers."""
+    """Return True if equal requests with these options (see `encode_options`) have equal answers."""
     sampling, _ = decode_options(options)
     return sampling is None or not sampling.temperature or sampling.seed is not None
 
 
 @dataclass(slots=True)
 class _Equal:
-    """An _Equal is a request, and the tags of the requests that equal it."""
+    """A request with the tags of all requests that equal it."""
 
     request: SpooledRequest
     tags: list[CountedTag] = field(default_factory=list)
@@ -63,11 +62,10 @@ class _Equal:
 
 
 def join_repeats(requests: Iterable[SpooledRequest]) -> Iterator[SpooledRequest]:
-    """Yields sorted requests with equal ones joined, in the same order. All tags are packed, also those of requests
-    without a repeat."""
+    """Yield sorted requests with equal ones joined, in the same order. All tags are packed, even single ones."""
     for _, prompts in groupby(requests, itemgetter(0, 1)):
         equal: dict[object, _Equal] = {}
-        size, last, rounds = 0, -2, 0  # how often the prompt has begun anew
+        size, last, rounds = 0, -2, 0  # rounds: how many equal prompts came before this one
         for request in prompts:
             key = (request.targets, request.options if is_repeatable(request.options) else request.number)
             entry = equal.setdefault(key, _Equal(request))
@@ -84,6 +82,6 @@ def join_repeats(requests: Iterable[SpooledRequest]) -> Iterator[SpooledRequest]
 
 
 def pack_each(requests: Iterable[SpooledRequest]) -> Iterator[SpooledRequest]:
-    """Yields requests with their tags packed, each by itself."""
+    """Yield requests with their tags packed, without joining any."""
     for request in requests:
         yield request._replace(tag=pack_tags(request.num_tokens, [CountedTag(request.tag, request.num_tokens)]))

@@ -1,7 +1,7 @@
-"""The spool takes a job's requests in any order and returns them sorted, in bounded memory.
+"""The spool: accepts a job's requests in any order and returns them sorted, in bounded memory.
 
-Requests stay in memory up to a limit. Beyond it they go to disk as sorted runs, which are merged while they are read
-(external merge sort). The spool reads no file that this process did not write.
+Requests stay in memory up to a limit. Beyond the limit, sorted runs are written to disk and merged when read (external
+merge sort). The spool reads only files that this process wrote.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .repeats import join_repeats, pack_each
 from .tempfiles import TempFile
 from .window import Windows, cut_into_windows
 
-_REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
+_REQUEST_OVERHEAD = 256  # bytes of memory that a request needs besides its contents
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
 
 
 class Spool:
-    """A Spool holds the requests of one job.
+    """The requests of one job.
 
-    All requests are added first, from any threads. Then windows are read, from one thread and any number of times, or
-    ranges of the sorted order (`order`), from any threads. Reading needs memory for one window, and about
-    `memory_bytes` beside it. A spool is a context manager, which closes it at its end. Its files have no names, and
-    vanish with it.
+    First all requests are added, from any thread. Then one thread reads windows, as often as it likes, or any thread
+    reads ranges of the sorted order (`order`). Reading needs memory for one window plus about `memory_bytes`. Use the
+    spool as a context manager. Its files have no names and disappear with the spool.
 
-    memory_bytes  bytes of requests that stay in memory before they go to disk. InputError when below 1
-    directory     of temporary files; None: the system's default
-    fan_in        runs merged at once: each is an open file
+    Args:
+        memory_bytes: Bytes of requests that stay in memory before they are written to disk; at least 1.
+        directory: Folder for temporary files; None for the system's default.
+        fan_in: Runs merged at once; each is an open file.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Spool:
         self._directory, self._fan_in = directory, fan_in
         self._requests: list[SpooledRequest] = []
         self._request_bytes = 0
-        self._media: dict[int, Medium] = {}  # the images of all requests: referring to them keeps the ids of their rows
+        self._media: dict[int, Medium] = {}  # images of all requests; this reference keeps the ids of their rows in use
         self._namespaces: set[Namespace] = set()
-        self._file: TempFile | None = None  # of all runs
-        self._runs: list[_Run] = []  # sorted; each holds a consecutive range of arrivals
+        self._file: TempFile | None = None  # contains all runs
+        self._runs: list[_Run] = []  # each is sorted and contains a consecutive range of arrivals
         self._merged: list[_Run] | None = None  # the same requests in at most `fan_in` runs
-        self._orders: dict[bool, Order] = {}  # by whether equal requests are joined
-        self._last = (NO_NAMESPACE, b"")  # namespace and tokens of the request that was added last
+        self._orders: dict[bool, Order] = {}  # key: `joins`
+        self._last = (NO_NAMESPACE, b"")  # namespace and tokens of the last request added
         self._state = "adding"
         self._lock = threading.Lock()
 
@@ -70,16 +70,18 @@ class Spool:
         self.close()
 
     def close(self) -> None:
-        """Drops all requests and their files. Closing twice is harmless."""
+        """Drop all requests and their files. Closing twice is harmless."""
         with self._lock:
             self._state = "closed"
             self._requests, self._runs, self._merged, self._orders, self._media = [], [], None, {}, {}
             self._file = None
 
     def add(self, request: Request, tag: bytes = b"") -> bool:
-        """Adds a request, and a tag that its window returns with it. Returns whether it is a new prompt: False for a
-        further read of the prompt that was added just before (see `Window.twins`). Raises InputError as `order.encode`,
-        RuntimeError once windows have been read."""
+        """Add a request and a tag, which the request's window returns.
+
+        Return True for a new prompt, False for a twin: another read of the prompt just added (see `Window.twins`).
+        Raise InputError like `order.encode`, and RuntimeError once windows have been read.
+        """
         new = encode(request, tag)
         size = len(new.key) + len(new.targets or b"") + len(tag) + len(new.options) + _REQUEST_OVERHEAD
         with self._lock:
@@ -98,8 +100,10 @@ class Spool:
         return is_new
 
     def finish_adding(self) -> None:
-        """Declares that no more requests come; reading the first window does so too. Raises RuntimeError once the spool
-        is closed."""
+        """Declare that no more requests come; reading the first window implies it.
+
+        Raise RuntimeError if the spool is closed.
+        """
         with self._lock:
             if self._state == "closed":
                 raise RuntimeError("the spool is closed")
@@ -111,13 +115,14 @@ class Spool:
                     self._sort()
 
     def windows(self, *, max_tokens: int, share: bool = True, joins: bool = False) -> Windows:
-        """Returns the job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
+        """Return the job as windows of at most `max_tokens` tokens; a longer request gets its own window.
 
-        The requests of one namespace come together, and no window holds requests of two. With share=True
-        requests come in lexicographic order over the whole job, equal ones in order of arrival, and each window ends
-        where little is shared with the next. With share=False they come in order of arrival. With joins=True equal
-        requests become one, if requests are sorted, and all tags are packed (see `repeats`). Raises InputError when
-        max_tokens is below 1.
+        Namespaces come one after the other, and no window mixes two. Raise InputError if max_tokens is below 1.
+
+        Args:
+            share: Return requests in lexicographic order over the whole job, equal ones in order of arrival. Each
+                window ends at a place across which few tokens are shared. If False, requests come in order of arrival.
+            joins: Pack all tags (see `repeats`), and join equal requests if `share` is True.
         """
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}", field="max_tokens", remedy="give 1 or more")
@@ -130,9 +135,9 @@ class Spool:
         return Windows(windows, max_tokens, partial(self.order, joins=joins))
 
     def order(self, *, joins: bool = False) -> Order:
-        """Returns the sorted requests, for readers of ranges. Runs on disk are merged at the first call.
+        """Return the sorted requests, for reading ranges. The first call merges the runs on disk.
 
-        joins: whether equal requests become one, and all tags are packed
+        With `joins`, equal requests are joined and all tags are packed.
         """
         self.finish_adding()
         with self._lock:
@@ -143,12 +148,11 @@ class Spool:
             return self._orders[joins]
 
     def unique_tokens(self) -> int:
-        """Returns the number of rows of the job's stream: its tokens, each shared prefix counted once. Reads the job
-        once."""
+        """Return the number of rows of the job's stream. Reads the job once."""
         return sum(w.unique_tokens for w in self.windows(max_tokens=1 << 20))
 
     def _sort(self) -> None:
-        # Stable: equal requests stay in order of arrival.
+        # The sort is stable, so equal requests stay in order of arrival.
         names = ("namespace", "key") if len(self._namespaces) > 1 else ("key",)
         self._requests.sort(key=attrgetter(*names))
 
@@ -173,7 +177,7 @@ class Spool:
         yield from self._merge(self._merged)
 
     def _merge_runs(self, runs: list[_Run]) -> list[_Run]:
-        """Returns at most `fan_in` runs with the requests of all `runs`."""
+        """Return at most `fan_in` runs with the requests of all `runs`."""
         while len(runs) > self._fan_in:
             file = TempFile(self._directory)
             runs = [_Run.of(self._merge(runs[i : i + self._fan_in]), file) for i in range(0, len(runs), self._fan_in)]
@@ -187,14 +191,14 @@ class Spool:
         if not self._runs:
             yield from sorted(self._requests, key=attrgetter("namespace", "number"))
             return
-        # Runs hold consecutive ranges of arrivals. Each is read once, together with the others, by namespace.
+        # Runs contain consecutive ranges of arrivals. All runs are read once, side by side, by namespace.
         parts = (_parts(number, run) for number, run in enumerate(self._runs))
         for _, _, part in heapq.merge(*parts, key=itemgetter(0, 1)):
             yield from sorted(part, key=attrgetter("number"))
 
 
 class _Run(NamedTuple):
-    """A _Run is a sorted run of requests: the bytes start <= byte < stop of a file."""
+    """A sorted run of requests: the bytes from `start` up to, not including, `stop` of a file."""
 
     file: TempFile
     start: int
@@ -202,16 +206,16 @@ class _Run(NamedTuple):
 
     @classmethod
     def of(cls, requests: Iterable[SpooledRequest], file: TempFile) -> _Run:
-        """Writes requests to a file, and returns their run."""
+        """Write requests to a file and return their run."""
         return cls(file, *file.append(map(request_bytes, requests)))
 
     def requests(self, buffering: int) -> Iterator[SpooledRequest]:
-        """Yields the requests of the run, read `buffering` bytes at a time."""
+        """Yield the requests of the run, reading `buffering` bytes at a time."""
         with self.file.reader(self.start, self.stop, buffering) as file:
             yield from read_requests(file)
 
 
 def _parts(number: int, run: _Run) -> Iterator[tuple[Namespace, int, Iterator[SpooledRequest]]]:
-    """Yields (namespace, number, the requests of this namespace) of a run; each part is read before the next."""
+    """Yield (namespace, number, requests) for each namespace of a run. Read each part before the next."""
     for namespace, part in groupby(run.requests(_MIN_BUFFER), key=attrgetter("namespace")):
         yield namespace, number, part

@@ -1,5 +1,7 @@
-"""Keeps data that does not fit in memory in temporary files without names, of which nothing stays on disk however a
-process ends."""
+"""Temporary files for data that does not fit in memory.
+
+The files have no names, so nothing stays on disk, even if the process is killed.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,19 @@ _BUFFER = 1 << 20
 
 
 class TempFile:
-    """A TempFile is a temporary file without a name: it vanishes when nothing refers to it any more, or its process
-    ends. Any thread may use it."""
+    """A temporary file without a name.
+
+    The file disappears when nothing refers to this object or when the process ends. Any thread may use it.
+    """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
-        """Makes a file in `directory`, by default the system's for temporary files. Raises OSError."""
-        self._file: Any = TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115  (it is closed with this object)
+        """Create a file in `directory`, by default the system's temporary folder. Raise OSError."""
+        self._file: Any = TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115  (closed with this object)
         self._lock = threading.Lock()
-        self.end = 0  # where `append` goes on
+        self.end = 0  # where `append` writes next
 
     def append(self, parts: Iterable[bytes]) -> tuple[int, int]:
-        """Appends parts to the file, and returns where they begin and end. Raises OSError."""
+        """Append parts to the file. Return the places of their first byte and of the end. Raise OSError."""
         start, buffer, size = self.end, list[bytes](), 0
         for part in chain(parts, (None,)):
             if size >= _BUFFER or part is None:
@@ -41,7 +45,7 @@ class TempFile:
         return start, self.end
 
     def write(self, data: bytes, place: int) -> None:
-        """Writes data at a place. Raises OSError."""
+        """Write data at a place. Raise OSError."""
         rest = memoryview(data)
         with self._lock:
             self._file.seek(place)
@@ -49,22 +53,22 @@ class TempFile:
                 rest = rest[self._file.write(rest) :]
 
     def read(self, place: int, size: int) -> bytes:
-        """Returns bytes at a place: `size` of them, or fewer where the file ends."""
+        """Return `size` bytes from a place; fewer at the end of the file."""
         with self._lock:
             self._file.seek(place)
             return bytes(self._file.read(size))
 
     def reader(self, place: int, stop: int, buffering: int) -> io.BufferedReader:
-        """Returns a stream of the bytes place <= byte < stop, read `buffering` bytes at a time."""
+        """Return a stream of the bytes place <= byte < stop, which reads `buffering` bytes at a time."""
         return io.BufferedReader(_Part(self, place, stop), buffering)
 
     def mapped(self) -> mmap:
-        """Returns the content, at least a byte, as mapped memory."""
+        """Return the content as mapped memory. The file must have at least one byte."""
         return mmap(self._file.fileno(), 0, access=ACCESS_READ)
 
 
 class _Part(io.RawIOBase):
-    """A _Part reads a part of a TempFile."""
+    """A raw stream over a part of a TempFile."""
 
     def __init__(self, file: TempFile, place: int, stop: int):
         self._file, self._place, self._stop = file, place, stop
@@ -80,33 +84,35 @@ class _Part(io.RawIOBase):
 
 
 class BlobStore:
-    """A BlobStore holds blobs, such as images of items, as long as something refers to them: in memory up to a limit,
-    then on disk, and in memory again if the disk is full. Any thread may use it.
+    """Blobs, such as images: in memory up to a limit, then on disk, and in memory again if the disk is full.
 
-    memory     the limit, in bytes
-    directory  of the temporary file; None: the system's default
+    A blob stays as long as something refers to it. Any thread may use the store.
+
+    Args:
+        memory: The limit in bytes.
+        directory: Folder for the temporary file; None for the system's default.
     """
 
     def __init__(self, memory: int = MEMORY, directory: str | os.PathLike[str] | None = None):
         self._memory, self._directory = memory, directory
         self.used = 0
         self._file: TempFile | None = None
-        self.size = 0  # bytes of the file
-        self.free: defaultdict[int, list[int]] = defaultdict(list)  # {size: places in the file that are free}
-        # The garbage collector may delete a blob at any time, and so also in the thread that holds the lock.
+        self.size = 0  # bytes of the file, free places included
+        self.free: defaultdict[int, list[int]] = defaultdict(list)  # size -> free places in the file
+        # The garbage collector may delete a blob at any time, even in the thread that has the lock. Hence an RLock.
         self._lock = threading.RLock()
 
     def put(self, data: bytes) -> Blob:
-        """Returns a blob with this content."""
+        """Return a blob with this content."""
         try:
             return self._in_memory(data, self._memory) or self._on_disk(data)
-        except OSError:  # a full disk, or a folder that is not to be written to, is the fault of no request
+        except OSError:  # a full disk or a read-only folder must not fail a request
             blob = self._in_memory(data)
             assert blob is not None
             return blob
 
     def _in_memory(self, data: bytes, most: float = math.inf) -> Blob | None:
-        """Returns a blob in memory; None if the store would then have more than `most` bytes there."""
+        """Return a blob in memory, or None if the store would then have more than `most` bytes in memory."""
         with self._lock:
             if self.used + len(data) > most:
                 return None
@@ -122,8 +128,8 @@ class BlobStore:
                 place = free.pop()
             else:
                 place, self.size = self.size, self.size + _room(len(data))
-        blob = Blob(self, place, len(data))  # which gives its place back if writing fails
-        # Not under the lock: a thread that holds the file's lock may delete a blob, and wait for this lock.
+        blob = Blob(self, place, len(data))  # created before the write, so that its place is freed if the write fails
+        # Write without the lock: a thread that has the file's lock may delete a blob, which waits for this lock.
         self._file.write(data, place)
         return blob
 
@@ -132,7 +138,7 @@ class BlobStore:
         return self._file.read(place, size)
 
     def give_back(self, content: bytes | int, size: int) -> None:
-        """Frees the memory, or the place in the file, of a blob."""
+        """Free the memory, or the place in the file, of a blob."""
         with self._lock:
             if isinstance(content, bytes):
                 self.used -= size
@@ -141,22 +147,22 @@ class BlobStore:
 
 
 def _room(size: int) -> int:
-    """Returns the bytes that a blob takes in the file: a power of two, so that other blobs fit into its place later."""
+    """Return the bytes reserved for a blob in the file: a power of two, so that later blobs fit into its place."""
     return 1 << max(12, (size - 1).bit_length())
 
 
 class Blob:
-    """A Blob refers to bytes in a store, which frees them when nothing refers to the Blob any more."""
+    """A reference to bytes in a store. The store frees the bytes when the Blob is deleted."""
 
     __slots__ = ("_content", "_size", "_store")
 
     def __init__(self, store: BlobStore, content: bytes | int, size: int):
-        """content: the blob's bytes, or its place in the store's file."""
+        """Create the reference; `content` is the bytes, or their place in the store's file."""
         self._store, self._content, self._size = store, content, size
 
     def __del__(self) -> None:
         self._store.give_back(self._content, self._size)
 
     def read(self) -> bytes:
-        """Returns the content. Raises OSError."""
+        """Return the content. Raise OSError."""
         return self._content if isinstance(self._content, bytes) else self._store.read(self._content, self._size)

@@ -1,8 +1,8 @@
-"""Lays the prefix trie of a set of token sequences flat, as the row stream.
+"""The prefix trie of a set of token sequences, laid flat as the row stream.
 
-Rows are the trie's tokens in depth-first order. The rows that a sequence adds to those of earlier sequences are a
-*run*. The rows of a run lie side by side, each the child of the row before it, so the trie is a list of runs, each of
-which hangs on a row of an earlier run.
+Rows are the trie's tokens in depth-first order. A *run* is the rows that one sequence adds to the rows of earlier
+sequences. The rows of a run are consecutive, and each is the child of the row before it. So the trie is a list of runs,
+and each run hangs on a row of an earlier run.
 """
 
 from __future__ import annotations
@@ -19,27 +19,18 @@ from .ragged import check_ragged, common_prefix_lengths, lexsort_sequences, ragg
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A Layout holds where the sequences lie in the stream. `Trie` and `PrefixMap` are both built from it.
+    """The places of the sequences in the stream. `Trie` and `PrefixMap` are built from it.
 
-    tokens     int32 [N]  the tokens of all sequences, in input order
-    num_rows              rows of the stream
-
-    The other fields are int64 [B], a number for each sequence in depth-first order:
-
-    order      the sequence's number in the input
-    starts     where its first token lies in `tokens`
-    lengths    its tokens
-    shared     how many of its leading tokens lie in rows of earlier sequences
-    first_row  the row of the first token behind those: the first row that the sequence adds
+    Arrays of length B have one number per sequence, in depth-first order.
     """
 
-    tokens: np.ndarray
-    order: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    shared: np.ndarray
-    first_row: np.ndarray
-    num_rows: int
+    tokens: np.ndarray  # int32 [N]: the tokens of all sequences, in input order
+    order: np.ndarray  # int64 [B]: number of the sequence in the input
+    starts: np.ndarray  # int64 [B]: place of its first token in `tokens`
+    lengths: np.ndarray  # int64 [B]: its tokens
+    shared: np.ndarray  # int64 [B]: how many of its leading tokens already have rows
+    first_row: np.ndarray  # int64 [B]: the first row that it adds
+    num_rows: int  # rows of the stream
 
     @classmethod
     def build(
@@ -75,7 +66,7 @@ def _check_sorted(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, s
     left_ends, right_ends = common == lengths[:-1], common == lengths[1:]
     before = tokens[np.where(left_ends, 0, left + common)]
     after = tokens[np.where(right_ends, 0, right + common)]
-    # Images may come in any order: their rows have other ids than when they were sorted, where a replica runs them.
+    # Images may come in any order: a replica gives their rows other ids than the ids by which they were sorted.
     falls = (before > after) & (after < MEDIA_BASE)
     wrong = ~left_ends & (right_ends | falls)
     if wrong.any():
@@ -86,27 +77,16 @@ def _check_sorted(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, s
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """A trie holds the prefixes of a set of sequences, one row for each of its tokens, depth-first.
+    """The prefix trie of a set of sequences: one row per trie token, depth-first. Arrays are read-only."""
 
-    Arrays are read-only.
-
-    tokens     int32 [rows]            token id of each row
-    positions  int32 [rows]            depth of each row, 0 at a root
-    end        int64 [rows]            row just past the row's subtree: row j is on the path of row i, or i itself,
-                                       exactly when j <= i < end[j]
-    last_row   int64 [num_sequences]   row of each sequence's last token, in input order
-    order      int64 [num_sequences]   the sequences' numbers, depth-first
-    num_tokens                         tokens of all sequences
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    end: np.ndarray
-    last_row: np.ndarray
-    order: np.ndarray
-    num_tokens: int
+    tokens: np.ndarray  # int32 [rows]: token id of each row
+    positions: np.ndarray  # int32 [rows]: depth of each row; 0 for a root
+    end: np.ndarray  # int64 [rows]: first row past the row's subtree; row i sees row j exactly if j <= i < end[j]
+    last_row: np.ndarray  # int64 [num_sequences]: row of each sequence's last token, in input order
+    order: np.ndarray  # int64 [num_sequences]: the sequences' numbers, depth-first
+    num_tokens: int  # tokens of all sequences
     run_start: np.ndarray  # int64 [runs]: first row of each run
-    run_depth: np.ndarray  # int64 [runs]: its position
+    run_depth: np.ndarray  # int64 [runs]: position of the first row of each run
 
     @classmethod
     def build(
@@ -119,19 +99,23 @@ class Trie:
         vocab_size: int | None = None,
         shared: np.ndarray | None = None,
     ) -> Trie:
-        """Returns the trie of ragged sequences: tokens [N], of any integer type; offsets [B + 1].
+        """Return the trie of ragged sequences.
 
-        Depth-first order is the lexicographic order of token ids: a prefix comes before its extensions, and equal
-        sequences keep their input order and add no rows.
+        Depth-first order is the lexicographic order of token ids: a prefix comes before its extensions. Equal sequences
+        stay in input order and add no rows.
 
-        share       False: every sequence has a branch of its own, and they come in input order
-        is_sorted   the sequences are given in lexicographic order, which saves the sort; this is checked, but for the
-                    order of images among each other, where it is enough that equal ones come together
-        vocab_size  ids must be below it; None: any id will do
-        shared      int64 [B], of sorted sequences: how many leading tokens each has in common with the one before,
-                    where that is known already
+        Args:
+            tokens: Token ids [N], of any integer type.
+            offsets: Bounds of the sequences [B + 1].
+            share: If False, every sequence gets its own branch, and the branches are in input order.
+            is_sorted: The sequences are in lexicographic order already, so they are not sorted again. The order is
+                checked, except among images: there it is enough that equal images are neighbours.
+            vocab_size: Ids must be below this; None accepts every id.
+            shared: How many leading tokens each sequence shares with the previous one, if known: int64 [B]. Only used
+                for sorted sequences.
 
-        Raises InputError where `check_ragged` does, and when is_sorted=True is not true.
+        Raises:
+            InputError: `check_ragged` rejects the arrays, or the sequences are not sorted in spite of is_sorted=True.
         """
         at = Layout.build(tokens, offsets, share=share, is_sorted=is_sorted, shared=shared, vocab_size=vocab_size)
         added = at.lengths - at.shared
@@ -139,7 +123,7 @@ class Trie:
         positions = (rows - np.repeat(at.first_row - at.shared, added)).astype(np.int32)
         row_tokens = at.tokens[rows + np.repeat(at.starts + at.shared - at.first_row, added)]
         last_row = np.empty(len(at.order), np.int64)
-        # A duplicate adds no row and follows the sequence it equals, so first_row - 1 is its last row too.
+        # A duplicate adds no row and follows the sequence that it equals, so first_row - 1 is its last row too.
         last_row[at.order] = at.first_row + added - 1
         runs = np.flatnonzero(added)
         run_start, run_depth = at.first_row[runs], at.shared[runs]
@@ -159,7 +143,7 @@ class Trie:
 
     @cached_property
     def parent(self) -> np.ndarray:
-        """Returns the row above each row, int64 [rows]; -1 for a root."""
+        """The row above each row, int64 [rows]; -1 for a root."""
         parent = np.arange(-1, self.num_rows - 1)
         parent[self.run_start] = self._run_parent
         parent.flags.writeable = False
@@ -167,16 +151,16 @@ class Trie:
 
     @cached_property
     def _run_parent(self) -> np.ndarray:
-        """Returns the row on which each run hangs, int64 [runs]; -1 for a run that starts at a root."""
+        """The row on which each run hangs, int64 [runs]; -1 for a run that starts at a root."""
         depth = self.run_depth
         above = len(depth) - 1 - _next_smaller(np.append(depth[::-1], -1))[-2::-1]
         row = self.run_start[above] + depth - 1 - depth[above]
         return np.where(depth == 0, -1, row)
 
     def path(self, row: int) -> np.ndarray:
-        """Returns the rows above `row`, int64 [depth], root first, without `row` itself.
+        """Return the rows above `row`, int64 [depth], root first, without `row` itself.
 
-        The path of num_rows, the place behind the last row, is empty. Raises IndexError for a row beyond it.
+        The path of num_rows, the place behind the last row, is empty. Raise IndexError beyond it.
         """
         if not 0 <= row <= self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
@@ -189,17 +173,16 @@ class Trie:
         return np.concatenate(pieces[::-1]) if pieces else np.zeros(0, np.int64)
 
     def rows_of(self, sequence: int) -> np.ndarray:
-        """Returns the rows of one sequence, int64 [length], first token first."""
+        """Return the rows of one sequence, int64 [length], first token first."""
         last = int(self.last_row[sequence])
         return np.append(self.path(last), last)
 
 
 def _row_ends(start: np.ndarray, depth: np.ndarray, length: np.ndarray, num_rows: int) -> np.ndarray:
-    """Returns where each row's subtree ends, int64 [rows], from the runs' first rows, positions and lengths.
+    """Return the end of each row's subtree, int64 [rows], from the runs' first rows, positions and lengths.
 
-    The subtree of a row at position d ends where the first later run begins whose position is at most d. For most
-    rows that is the next run. The others, on which later runs hang, are found piece by piece, the deepest piece of
-    every run at once.
+    The subtree of a row at position d ends at the first later run that starts at a position <= d. For most rows that is
+    the next run. Rows on which later runs hang are handled piece by piece, the deepest piece of every run at once.
     """
     start, depth = np.append(start, num_rows), np.append(depth, -1)  # the stream's end closes everything
     end = np.repeat(start[1:], length)
@@ -220,11 +203,11 @@ def _row_ends(start: np.ndarray, depth: np.ndarray, length: np.ndarray, num_rows
 
 
 def _next_smaller(values: np.ndarray) -> np.ndarray:
-    """Returns the index of the first later value that is smaller than each value, int64 [n].
+    """Return the index of the first later value that is smaller than each value, int64 [n].
 
-    The last value must be smaller than all others; its own index is n - 1. Each pointer starts at the next value and
-    follows the pointer it finds there until it points at a smaller value. Everything between a value and its pointer
-    is at least that value, so no step passes over a smaller one.
+    The last value must be smaller than all others; its own index is n - 1. Each pointer starts at the next value. It
+    follows the pointer that it finds there until it points at a smaller value. All values between a value and its
+    pointer are at least as large as the value, so no step passes over a smaller one.
     """
     n = len(values)
     pointer = np.minimum(np.arange(1, n + 1), n - 1)
@@ -236,17 +219,20 @@ def _next_smaller(values: np.ndarray) -> np.ndarray:
     return pointer
 
 
-# A row of an image has an id above every vocabulary. The rows of one image have ids of their own, which go up by one
-# from row to row, so that equal images are equal ids: windows, tries, caches and schedulers treat them as tokens.
-# Images whose rows see each other both ways have ids from SPAN_BASE on, and between two such *spans* an id stays
-# unused. So a span is a run of ids that go up by one, and whatever cuts sees in the ids where it may not.
+# Image rows have ids above every vocabulary. The rows of one image have consecutive ids, and equal images have equal
+# ids. So windows, tries, caches and schedulers treat image rows as tokens. If the rows of an image attend to each other
+# in both directions, the image is a *span*. The ids of spans start at SPAN_BASE, and at least one id between two spans
+# is unused. So a span is a run of consecutive ids, and the ids show which cuts of a prompt are not allowed.
 MEDIA_BASE = 1 << 30
 SPAN_BASE = MEDIA_BASE + (1 << 29)
 
 
 def span_starts(tokens: np.ndarray) -> np.ndarray | None:
-    """Returns for each row in a span the span's first row, and for any other row the row itself: int64 [rows],
-    ascending. Returns None where no span has more than one row. tokens: int32 [rows], of one prompt, or depth-first."""
+    """Return the first row of its span for each row in a span, and the row itself for other rows.
+
+    The result is int64 [rows], ascending; None if no span has more than one row. `tokens` are int32 [rows], from one
+    prompt or depth-first.
+    """
     inside = _goes_on(tokens)
     if inside is None:
         return None
@@ -254,7 +240,7 @@ def span_starts(tokens: np.ndarray) -> np.ndarray | None:
 
 
 def longest_span(tokens: np.ndarray) -> int:
-    """Returns the number of rows of a prompt's longest span, 0 where there is none."""
+    """Return the number of rows of a prompt's longest span; 0 if it has no span."""
     if not len(tokens) or tokens.max() < SPAN_BASE:
         return 0
     starts = span_starts(tokens)
@@ -262,8 +248,10 @@ def longest_span(tokens: np.ndarray) -> int:
 
 
 def clear_of_span(tokens: np.ndarray, cut: int) -> int:
-    """Returns the first row of the span that `cut` falls into, or `cut` itself where that is no span's. tokens: int32
-    [rows] of a prompt, which begin outside of a span or with a span's first row."""
+    """Return the first row of the span that `cut` falls into, or `cut` itself if it falls into no span.
+
+    `tokens` are int32 [rows] of a prompt, and do not start in the middle of a span.
+    """
     if not 0 < cut < len(tokens) or tokens[cut] < SPAN_BASE or tokens[cut] != tokens[cut - 1] + 1:
         return cut
     starts = span_starts(tokens[: cut + 1])
@@ -272,7 +260,7 @@ def clear_of_span(tokens: np.ndarray, cut: int) -> int:
 
 
 def _goes_on(tokens: np.ndarray) -> np.ndarray | None:
-    """Returns which rows continue the span of the row before, bool [rows]; None where no row does."""
+    """Return a bool [rows] that marks the rows that continue the span of the previous row; None if no row does."""
     if not len(tokens) or tokens.max() < SPAN_BASE:
         return None
     inside = np.zeros(len(tokens), bool)

@@ -1,4 +1,4 @@
-"""Cuts a job's requests into windows, consecutive pieces that are run one after the other."""
+"""Cut a job's requests into windows: consecutive pieces that run one after the other."""
 
 from __future__ import annotations
 
@@ -19,36 +19,24 @@ _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """A Window is a part of a job's requests that is run together: B requests of N tokens in all.
+    """Requests of a job that run together: B requests with N tokens in total, all of one namespace."""
 
-    tokens          int32 [N]      the token ids of all requests, ragged
-    offsets         int64 [B + 1]
-    targets         int32 [T]      the targets of scores, ragged; a request without targets has none here
-    target_offsets  int64 [B + 1]
-    tags            [B]            the bytes that were added with each request
-    is_sorted                      whether the requests of all windows lie in lexicographic order
-    common                         how many leading tokens the first request shares with the last request of the
-                                   window before; 0 in the first window, and in all windows when not sorted
-    options         [B]            the options of each request (see `encode_options`)
-    namespace                      of all requests
-    numbers         int64 [B]      each request's place in the order of arrival
-    media                          the images of the requests, unless the spool holds them
-    """
-
-    tokens: np.ndarray
-    offsets: np.ndarray
-    targets: np.ndarray
-    target_offsets: np.ndarray
-    tags: list[bytes]
-    is_sorted: bool
+    tokens: np.ndarray  # int32 [N]: the token ids of all requests, ragged
+    offsets: np.ndarray  # int64 [B + 1]
+    targets: np.ndarray  # int32 [T]: the targets of scores, ragged; a request may have no targets
+    target_offsets: np.ndarray  # int64 [B + 1]
+    tags: list[bytes]  # [B]: the tag added with each request
+    is_sorted: bool  # True: the requests of all windows are in lexicographic order
+    # How many leading tokens the first request shares with the last request of the previous window. 0 in the first
+    # window, and in every window of an unsorted job.
     common: int
-    options: list[bytes] = field(default_factory=list)
+    options: list[bytes] = field(default_factory=list)  # [B]: the options of each request (see `encode_options`)
     namespace: Namespace = NO_NAMESPACE
-    numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    media: tuple[Medium, ...] = ()
+    numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [B]: order of arrival
+    media: tuple[Medium, ...] = ()  # the images of the requests, unless the spool holds them
 
     def request(self, number: int) -> Request:
-        """Returns the request at place `number` of the window; its tokens and targets are views."""
+        """Return the request at place `number` of the window; its tokens and targets are views."""
         tokens = self.tokens[self.offsets[number] : self.offsets[number + 1]]
         targets = self.targets[self.target_offsets[number] : self.target_offsets[number + 1]]
         sampling, priority = decode_options(self.options[number] if self.options else b"")
@@ -57,7 +45,7 @@ class Window:
         return Request(tokens, targets if len(targets) else None, sampling, self.namespace, priority, media)
 
     def take(self, numbers: np.ndarray) -> Window:
-        """Returns a window of the requests at these places, given in ascending order."""
+        """Return a window of the requests at these places, in ascending order."""
         tokens, offsets = _selected(self.tokens, self.offsets, numbers)
         targets, target_offsets = _selected(self.targets, self.target_offsets, numbers)
         options = [self.options[i] for i in numbers] if self.options else []
@@ -67,7 +55,7 @@ class Window:
         return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, *further)
 
     def without_twins(self) -> Window:
-        """Returns the window without its `twins`; the window itself where it has none."""
+        """Return the window without its `twins`, or the window itself if it has none."""
         twins = self.twins
         return replace(self.take(np.flatnonzero(~twins)), common=self.common) if twins.any() else self
 
@@ -81,15 +69,16 @@ class Window:
 
     @cached_property
     def shared(self) -> np.ndarray:
-        """Returns how many leading tokens each request shares with the request before it, int64 [B]; 0 for the
-        first."""
+        """How many leading tokens each request shares with the previous request, int64 [B]; 0 for the first."""
         return common_prefix_lengths(self.tokens, self.offsets, np.arange(len(self.offsets) - 1))
 
     @cached_property
     def twins(self) -> np.ndarray:
-        """Returns which requests are twins, bool [B]: further reads of one prompt, as for labels of one token. A twin
-        has the tokens of the request that arrived just before it. A prompt that is continued is never a twin: it has an
-        answer of its own."""
+        """Marks of the twins, bool [B].
+
+        A twin is another read of one prompt, for example for several one-token labels. It has the tokens of the request
+        that arrived just before it. A prompt to be continued is never a twin: it gets its own answer.
+        """
         if not len(self.numbers) or any(decode_options(options)[0] is not None for options in set(self.options)):
             return np.zeros(self.num_requests, bool)
         lengths = np.diff(self.offsets)
@@ -98,15 +87,16 @@ class Window:
 
     @cached_property
     def unique_tokens(self) -> int:
-        """Returns the rows that this window adds to the job's stream; all of its tokens when the job is not sorted."""
+        """The rows that this window adds to the job's stream; all its tokens if the job is not sorted."""
         return self.num_tokens - int(self.shared.sum()) - self.common if self.is_sorted else self.num_tokens
 
 
 class Windows(Iterator[Window]):
-    """A Windows yields the windows of a spool.
+    """The windows of a spool.
 
-    max_tokens  the most tokens of a window
-    order       returns the spool's requests in sorted order, for readers of ranges; sorted windows are pieces of it
+    Args:
+        max_tokens: The most tokens of a window.
+        order: Returns the requests in sorted order, for reading ranges. Sorted windows are pieces of this order.
     """
 
     def __init__(self, windows: Iterator[Window], max_tokens: int, order: Callable[[], Order]):
@@ -123,9 +113,11 @@ def _selected(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> t
 
 
 def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:
-    """Yields windows of at most `max_tokens` tokens, or of one longer request, each of one namespace. Sorted
-    requests are cut in the last quarter of a window, at the place across which the fewest leading tokens are shared.
-    Other requests are cut as late as possible."""
+    """Yield windows of at most `max_tokens` tokens, each with requests of one namespace.
+
+    A longer request gets its own window. Sorted requests are cut in the last quarter of a window, at the place across
+    which the fewest leading tokens are shared. Other requests are cut as late as possible.
+    """
     pending: list[SpooledRequest] = []
     tokens = 0
     last: bytes | None = None
@@ -146,8 +138,10 @@ def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_
 
 
 def _best_cut(requests: Sequence[SpooledRequest], max_tokens: int) -> int:
-    """Returns the place c at which to cut into requests[:c] and requests[c:]: the latest place in the last quarter
-    across which the fewest tokens are shared."""
+    """Return the place c at which to cut into requests[:c] and requests[c:].
+
+    c is the latest place in the last quarter across which the fewest tokens are shared.
+    """
     latest = len(requests) - 1
     tokens = np.cumsum([r.num_tokens for r in requests[:-1]])
     earliest = int(np.searchsorted(tokens, max_tokens - max_tokens // _LATEST_SHARE)) + 1

@@ -1,6 +1,6 @@
-"""Workers own a device, a model on it and its K/V, and run steps. `engine/worker.py` defines the protocol.
+"""Workers: each owns a device, a model on the device, and its K/V, and runs steps.
 
-`native` and `torch` are the two executors. The other files are what both use: the choice between them (`loading`),
-ranks, and read-outs, sampling and pooling over the arrays of either (`arrays`). Messages, lists and NumPy arrays come
-in, and NumPy arrays go out.
+`engine/worker.py` defines the worker protocol. `native` and `torch` are the two executors. The other files are shared:
+`loading` chooses the executor; the rest is ranks, read-outs, sampling and pooling, written against `arrays`. A worker
+receives messages, lists and NumPy arrays, and returns NumPy arrays.
 """

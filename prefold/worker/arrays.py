@@ -1,7 +1,7 @@
 """The array operations of read-outs, of the sampler, and of features that run in both executors.
 
-`readouts.py`, `sampler.py` and `pool.py` say what is computed, and know of arrays only an `Arrays`: tensors have
-`torch.arrays.TorchArrays`, and NumPy arrays `native.arrays.NumpyArrays`.
+`readouts.py`, `sampler.py` and `pool.py` use arrays only through `Arrays`. `torch.arrays.TorchArrays` implements it for
+tensors, `native.arrays.NumpyArrays` for NumPy arrays.
 """
 
 from __future__ import annotations
@@ -21,38 +21,36 @@ Array = TypeVar("Array", np.ndarray, "Tensor")
 
 
 class Rank(Protocol):
-    """This process among the ranks of a split model."""
+    """The rank of this process in a split model."""
 
     @property
     def rank(self) -> int: ...
 
 
 class ReadModel(Protocol[Array]):
-    """The part of a model that read-outs call.
-
-    logits  float32 [rows, vocabulary], or [rows, ids] of the ids that are given; on a rank other than 0 undefined
-    head    float32 [rows, labels] of the classification head
-    """
+    """The part of a model that read-outs call."""
 
     @property
     def config(self) -> ModelConfig: ...
     @property
     def ranks(self) -> Rank: ...
-    def logits(self, hidden: Array, ids: Sequence[int] | None = None) -> Array: ...
-    def head(self, hidden: Array) -> Array: ...
+    def logits(self, hidden: Array, ids: Sequence[int] | None = None) -> Array:
+        """Return float32 [rows, vocabulary], or [rows, ids] for given ids; undefined on a rank other than 0."""
+        ...
+
+    def head(self, hidden: Array) -> Array:
+        """Return the outputs of the classification head, float32 [rows, labels]."""
+        ...
 
 
 class Arrays(ABC, Generic[Array]):
-    """Operations on arrays of one kind, in one place. Nothing here waits for a device but what returns NumPy arrays.
+    """Array operations of one executor on one device. Only methods that return NumPy arrays wait for the device."""
 
-    in_cache: whether work that is done in small pieces stays in a cache, as on a CPU
-    """
-
-    in_cache = True
+    in_cache = True  # small blocks of work stay in a cache, as on a CPU
 
     @abstractmethod
     def send(self, array: np.ndarray) -> Array:
-        """Return an array of the host where the others are; whole numbers become int64, but for bytes."""
+        """Copy a host array to the device. Integers become int64; bytes stay bytes."""
 
     @abstractmethod
     def fetch(self, *given: Array) -> Callable[[], tuple[np.ndarray, ...]]:
@@ -60,39 +58,38 @@ class Arrays(ABC, Generic[Array]):
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
-        """Return memory of any content."""
+        """Return uninitialised memory."""
 
     @abstractmethod
     def take(self, x: Array, rows: Array) -> Array:
-        """Return copies of these rows."""
+        """Return a copy of the given rows."""
 
     @abstractmethod
     def put(self, x: Array, rows: Array, values: Array) -> Array:
-        """Return a copy of x with these values in place of `rows`."""
+        """Return a copy of x in which `rows` have the given values."""
 
     @abstractmethod
-    def copy(self, x: Array) -> Array:
-        """Return a copy of x."""
+    def copy(self, x: Array) -> Array: ...
 
     @abstractmethod
     def join(self, parts: Sequence[Array]) -> Array:
-        """Return the rows of all parts, one part behind the other."""
+        """Concatenate along the rows."""
 
     @abstractmethod
     def beside(self, parts: Sequence[Array]) -> Array:
-        """Return the columns of all parts [rows, columns], one part beside the other."""
+        """Concatenate [rows, columns] arrays along the columns."""
 
     @abstractmethod
     def cast(self, x: Array, dtype: str) -> Array:
-        """Return x in a dtype, by its name; may be x itself."""
+        """Return x in a dtype, given by name; it may be x itself."""
 
     def float32(self, x: Array) -> Array:
-        """Return x in float32; may be x itself."""
+        """Return x in float32; it may be x itself."""
         return self.cast(x, "float32")
 
     @abstractmethod
     def where(self, condition: Array, x: Array | int, y: Array) -> Array:
-        """Return x's numbers where the condition is true, else y's."""
+        """Return x if the condition is true, else y, element by element."""
 
     @abstractmethod
     def silu(self, x: Array) -> Array:
@@ -100,65 +97,73 @@ class Arrays(ABC, Generic[Array]):
 
     @abstractmethod
     def dots(self, x: Array, y: Array) -> Array:
-        """Return the sum of products of each row of x and of y, float32 [rows]."""
+        """Return the dot product of each row of x with the row of y, float32 [rows]."""
 
     @abstractmethod
     def erf_inverse(self, x: Array) -> Array:
-        """Return the inverse of the error function of float64 numbers between -1 and 1."""
+        """Return the inverse of the error function of float64 values between -1 and 1."""
 
-    # Logits are float32 [rows, vocabulary], each row's numbers side by side.
+    # Logits are float32 [rows, vocabulary], contiguous within a row.
 
     @abstractmethod
     def log_sum_exp(self, logits: Array) -> tuple[Array, Array]:
-        """Return the log-sum-exp of each row, [rows], and the place of its largest number, int64 [rows]."""
+        """Return the log-sum-exp of each row, [rows], and the index of its largest value, int64 [rows]."""
 
     @abstractmethod
     def entropy(self, logits: Array) -> tuple[Array, Array, Array]:
-        """Return what `log_sum_exp` does, and the entropy of each row's probabilities in nats, [rows]."""
+        """Return the result of `log_sum_exp`, and the entropy of each row's probabilities in nats, [rows]."""
 
     @abstractmethod
     def largest(self, logits: Array, count: int) -> tuple[Array, Array]:
-        """Return the `count` largest numbers of each row, falling, and their places, int64: [rows, count]."""
+        """Return the `count` largest values of each row, descending, and their indices, int64: [rows, count]."""
 
     @abstractmethod
     def count_larger(self, logits: Array, rows: Array, values: Array) -> Array:
-        """Return how many numbers of each of `rows`, int64 [n], are larger than its value, int64 [n]."""
+        """Return how many logits of row `rows[i]` exceed `values[i]`, int64 [n].
+
+        rows: int64 [n]; values: float32 [n]
+        """
 
     @abstractmethod
     def most_likely(self, logits: Array) -> Array:
-        """Return the place of the largest number of each row, the first of equals, int64 [rows]; NOT_FINITE where it is
-        infinite or any number is NaN."""
+        """Return the index of the largest value of each row, int64 [rows]. Ties go to the lowest index.
+
+        NOT_FINITE marks a row whose largest value is infinite or that contains NaN.
+        """
 
     @abstractmethod
     def likely_tokens(self, logits: Array, count: int, ids: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the log-probability of each row's token, float32 [rows], and the `count` largest log-probabilities of
-        the row with their tokens, float32 and int64 [rows, count]. ids: int64 [rows]"""
+        """Return the log-probability of each row's token, and the row's `count` largest log-probabilities with their
+        tokens.
+
+        Shapes: float32 [rows], float32 [rows, count], int64 [rows, count]. ids: int64 [rows]
+        """
 
     @abstractmethod
     def forbid(self, logits: Array, rows: np.ndarray, bits: np.ndarray) -> None:
-        """Put -inf into `rows` for the tokens whose bit is set, as in `Drawing.grammar_masks`."""
+        """Write -inf to the tokens of `rows` whose bit is set; bits as in `Drawing.grammar_masks`."""
 
     @abstractmethod
     def draw(self, logits: Array, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> Array:
-        """Return a token drawn for each of `rows`, int64 [n], as `sampler.draw_scaled` defines it; -1 where a row's
-        largest number is not finite.
+        """Return one token drawn from each of `rows`, int64 [n], as `sampler.draw_scaled` defines; -1 if the row's
+        largest logit is not finite.
 
-        rows     int64 [n]
-        filters  float64 [n, FILTERS]; the temperature, the first of them, is above 0
-        keys     uint64 [n]: of the noise (`engine.sampling.make_key`)
+        Args:
+            rows: int64 [n].
+            filters: float64 [n, FILTERS]. The temperature, in column 0, is above 0.
+            keys: uint64 [n], for the noise (`engine.sampling.make_key`).
         """
 
-    # Sums for mean pooling are made in float32 within a bag, and in float64 of bags.
+    # Mean pooling sums in float32 within a bag, and in float64 over bags.
 
     @abstractmethod
     def bag_sums(self, x: Array, rows: Array, starts: Array) -> Array:
-        """Return sums of rows of x float32 [n, hidden], float64 [bags, hidden].
+        """Return the sum of the rows of each bag, float64 [bags, hidden]. x: float32 [n, hidden]
 
-        rows    int64: the rows of all bags, one bag behind the other
-        starts  int64 [bags], ascending: the place in `rows` of each bag's first; a bag may be empty
+        rows: int64, the rows of all bags, one bag after the other; starts: int64 [bags], ascending, the index in `rows`
+        of each bag's first row. A bag may be empty.
         """
 
     @abstractmethod
     def sum_into(self, count: int, to: Array, x: Array) -> Array:
-        """Return float64 [count, hidden], to which each row of x float64 [n, hidden] is added at its place `to`, int64
-        [n]."""
+        """Add row i of x, float64 [n, hidden], to output row `to[i]`, int64 [n]; return float64 [count, hidden]."""

@@ -1,4 +1,4 @@
-"""What an executor is asked to load, and what it gives when it has loaded a model. No torch."""
+"""The input and the result of loading a model with an executor. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,37 +14,24 @@ from ..spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A Load says which model is loaded, and by which executor. It is sent to the ranks of a split model.
-
-    config    as rank 0 reads the checkpoint, for families may be the caller's own
-    executor  "native" or "torch"
-    """
+    """Which model to load, and with which executor. Rank 0 sends it to the other ranks of a split model."""
 
     checkpoint: Checkpoint
-    config: ModelConfig
+    config: ModelConfig  # as rank 0 reads it from the checkpoint: the caller may have registered families of its own
     options: ModelSpec
-    executor: str
+    executor: str  # "native" or "torch"
     dtype: str
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A Loaded is a model that is ready to run.
-
-    worker    runs its steps
-    config    the model's, as its checkpoint has it in fact
-    model     the executor's model
-    executor  "native" or "torch"
-    passes    in words, what computes a forward pass
-    ranks     processes that hold the model
-    close     ends what runs beside this process
-    """
+    """A loaded model, ready to run."""
 
     worker: Worker
-    config: ModelConfig
-    model: Any
-    executor: str
-    passes: str
-    ranks: int = 1
-    close: Callable[[], None] = lambda: None
+    config: ModelConfig  # corrected by the tensors that the checkpoint really has
+    model: Any  # the executor's model
+    executor: str  # "native" or "torch"
+    passes: str  # for people: the code that computes a forward pass
+    ranks: int = 1  # number of processes that hold the model
+    close: Callable[[], None] = lambda: None  # ends the other processes

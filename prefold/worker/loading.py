@@ -1,4 +1,4 @@
-"""Which executor runs a model. No torch."""
+"""Choose the executor of a model, and load the model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 def choose_executor(options: ModelSpec, config: ModelConfig, dtype: str, device: str) -> str:
-    """Return which executor runs a model: "native" on a CPU, unless the model or an option needs PyTorch.
+    """Return the executor of a model: "native" on a CPU, unless the model or an option needs PyTorch.
 
-    Raise InputError where it needs PyTorch, which is not installed, and where the option asks for an executor that
-    lacks something.
+    Raise InputError if PyTorch is needed but not installed, or if the requested executor lacks a feature.
     """
     if options.executor == "torch":
         if not has_torch():
@@ -42,7 +41,7 @@ def choose_executor(options: ModelSpec, config: ModelConfig, dtype: str, device:
 
 
 def _needs_torch(options: ModelSpec, config: ModelConfig, dtype: str, device: str) -> str | None:
-    """Return what the native executor lacks for a model and its options, in words; None: nothing."""
+    """Name the first thing that the native executor lacks for a model and its options. None: it lacks nothing."""
     if device != "cpu":
         return device
     from .native.load import missing
@@ -60,8 +59,7 @@ def load(
     dtype: str,
     device: str,
 ) -> Loaded:
-    """Return the model of a checkpoint, ready to run by the executor that `choose_executor` says. The errors are those
-    of `LLM`."""
+    """Load a model with the executor that `choose_executor` returns. Errors: as documented for `LLM`."""
     if options.arithmetic == "int8":
         from .native.int8 import check_options
 
@@ -72,8 +70,7 @@ def load(
 
 
 def load_part(wanted: Load, ranks: SomeRank | None, tokenizer: Tokenizer | None = None) -> Loaded:
-    """Return what this process holds of a model. ranks: this process among those that the model is split over; None:
-    it holds all"""
+    """Load this process's part of a model. ranks: this rank's view of a split model; None: the model is not split"""
     checkpoint, config, options, dtype = wanted.checkpoint, wanted.config, wanted.options, wanted.dtype
     if wanted.executor == "native":
         from .native.load import load_worker as load_native
@@ -86,22 +83,22 @@ def load_part(wanted: Load, ranks: SomeRank | None, tokenizer: Tokenizer | None 
 
 
 def _check_torch(config: ModelConfig, options: ModelSpec) -> None:
-    """Raise InputError if an option asks for what PyTorch's executor lacks."""
+    """Raise InputError if an option asks for a feature that PyTorch's executor lacks."""
     if options.arithmetic == "int8":
-        message = "there is no int8 arithmetic in PyTorch's executor"
+        message = "PyTorch's executor has no int8 arithmetic"
         raise InputError(message, field="arithmetic", remedy="use the executor auto, or leave --arithmetic out")
     if options.layerwise == "on":
-        message = "layerwise is on, and PyTorch's executor, which runs this model here, holds all weights"
+        message = "layerwise is on, but PyTorch's executor runs this model and holds all weights in memory"
         raise InputError(message, field="layerwise", remedy="leave --layerwise out, or use the executor auto on a CPU")
     if options.weights == "file":
-        message = "PyTorch's executor, which runs this model here, keeps no weights as the checkpoint stores them"
+        message = "PyTorch's executor runs this model and cannot use weights as the checkpoint stores them"
         raise InputError(message, field="weights", remedy="leave --weights out, or use the executor auto on a CPU")
     if config.invariant:
         raise not_invariant("the modules of transformers" if config.loading else "the products of PyTorch")
 
 
 def _load_split(wanted: Load) -> Loaded:
-    """Return a model that is split over this process and others, which are started."""
+    """Load a model that is split over this process and other processes, and start them."""
     from .tensor_parallel import TensorParallelWorker
 
     wanted = replace(wanted, options=_of_each_rank(wanted))
@@ -110,7 +107,7 @@ def _load_split(wanted: Load) -> Loaded:
         loaded = load_part(wanted, team.ranks)
         team.join(loaded.worker)
     except CollectiveError as error:
-        team.fail(error)  # with what kept a rank from it
+        team.fail(error)  # reports the rank that failed
     except BaseException:
         team.close()
         raise
@@ -120,7 +117,7 @@ def _load_split(wanted: Load) -> Loaded:
 
 
 def _of_each_rank(wanted: Load) -> ModelSpec:
-    """Return the options of each rank: its share of the threads, and no cache, which the engine of rank 0 has."""
+    """Return the options of each rank: its share of the threads, and no cache: only rank 0's engine has one."""
     from .native.load import settle_threads
 
     options = wanted.options
@@ -132,7 +129,7 @@ def _of_each_rank(wanted: Load) -> ModelSpec:
 
 
 def _meeting_of(wanted: Load) -> Callable[[int], Meeting]:
-    """Return what makes the meeting of so many ranks, for the executor of a model."""
+    """Return the function that makes the meeting for a number of ranks, for the model's executor."""
     if wanted.executor == "native":
         from .tensor_parallel import MemoryMeeting
 

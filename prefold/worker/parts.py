@@ -1,4 +1,4 @@
-"""What features add to a worker: handlers of their messages, facts, and rows in place of embeddings."""
+"""Contributions of features to a worker: message handlers, facts, and rows that replace embeddings."""
 
 from __future__ import annotations
 
@@ -21,33 +21,41 @@ if TYPE_CHECKING:
     from .torch.model import CausalLM
 
 
-CallFields = Mapping[str, Any]  # of a call of the kernels, beside those that each call has
+CallFields = Mapping[str, Any]  # extra fields of a kernel call
 
 
 class LayerCarry(Protocol):
-    """What a feature carries through the rows of a stream beside K/V, while each layer runs over several steps before
-    the next layer does."""
+    """Data that a feature carries along a stream beside K/V, in layerwise execution.
+
+    Layerwise means that one layer runs over several steps before the next layer starts.
+    """
 
     def run(self, layer: int, step: StreamStep) -> AbstractContextManager[CallFields]:
-        """Return a context in which a layer runs over the rows of a step, with further fields of the kernels' call. The
-        steps come in order, for each layer anew."""
+        """Return a context in which a layer runs over the rows of a step. It yields extra fields for the kernel call.
+
+        The steps come in order, and start again for each layer.
+        """
 
     def commit(self) -> None:
-        """Let later steps of the stream go on from here. Until then they would go on from where they did before."""
+        """Make the carried data the starting point of later steps. Until then, they start from the last commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPart:
-    """A WorkerPart is what a feature adds to a worker.
+    """What one feature adds to one worker.
 
-    handlers  by the type of a message the function that takes the worker and such a message, and returns its ticket
-    facts     what the host knows of the part; None: nothing
-    media     takes the tokens of a step, and returns the rows among them that are given in place of embeddings; None
-              where the step has none. None: the feature gives no rows
-    forget    takes the number of a stream that has ended, at any time and in any thread; None: the part keeps nothing
-    varies    what of it depends on the batch, so that a batch-invariant model cannot have it; "": nothing
-    passes    in words what computes a forward pass, of the native worker; "": the worker's own program
-    carry     takes the number of a stream, and returns what the feature carries through its layers; None: nothing
+    Attributes:
+        handlers: For each message type, a function of (worker, message) that returns a ticket.
+        facts: Facts about the part for the host. None: there are none.
+        media: Takes the tokens of a step and returns the rows that replace embeddings, or None if the step has no such
+            rows. None: the feature provides no rows.
+        forget: Takes the number of a stream that has ended. It may be called at any time and in any thread. None: the
+            part stores nothing per stream.
+        varies: The computation that depends on the batch, in words; a batch-invariant model then rejects the part.
+            "": nothing depends on the batch.
+        passes: For people: the code that computes a forward pass of the native worker. "": the worker's own program.
+        carry: Takes the number of a stream and returns the data that the feature carries through the layers. None: the
+            feature carries nothing.
     """
 
     handlers: Mapping[type[Message], Callable[[Any, Any], Ticket]]
@@ -60,8 +68,10 @@ class WorkerPart:
 
 
 def in_vocabulary(tokens: np.ndarray, media_token: int) -> np.ndarray:
-    """Return the ids of a step's rows with a token of the vocabulary in place of those of media, which no embedding
-    has. media_token: as of ModelConfig"""
+    """Return the token ids of a step, with media ids replaced by `media_token` (as in ModelConfig).
+
+    Media ids are at or above MEDIA_BASE and have no embedding.
+    """
     return np.where(tokens >= MEDIA_BASE, np.int32(media_token), tokens)
 
 
@@ -71,7 +81,7 @@ MakeNativePart = Callable[["NativeModel", "Checkpoint | None", int], "WorkerPart
 
 @dataclass(frozen=True, slots=True)
 class PartMaker:
-    """A PartMaker makes a feature's part of each worker; its fields are the arguments of `add_part`."""
+    """A feature's functions that make its WorkerPart; the fields are the arguments of `add_part`."""
 
     make: MakePart
     native: MakeNativePart | None
@@ -87,32 +97,35 @@ def add_part(
     native: MakeNativePart | None = None,
     concerns: Callable[[ModelConfig], bool] = lambda config: True,
 ) -> None:
-    """Registers functions that make a feature's WorkerPart for each worker from now on.
+    """Register functions that make a feature's WorkerPart for every worker created from now on.
 
-    make      takes the model, the checkpoint from which the part loads further weights (None: there is no checkpoint)
-              and the seed of random weights, and returns the part, or None where the model lacks the feature
-    native    the same for the native executor; None: PyTorch runs the models that the feature concerns
-    concerns  takes a model's config, and returns whether the feature concerns the model
+    Args:
+        make: Takes the model, its checkpoint (to load more weights; None if there is no checkpoint) and the seed of
+            random weights. Returns the part, or None if the model lacks the feature.
+        native: The same for the native executor. None: models that the feature concerns run on PyTorch.
+        concerns: Takes a model's config and returns True if the feature concerns the model.
     """
     MAKERS.append(PartMaker(make, native, concerns))
 
 
 def parts_of(model: CausalLM, checkpoint: Checkpoint | None = None, seed: int = 0) -> list[WorkerPart]:
-    """Returns the parts of a worker for a model; the arguments are those of `add_part`."""
+    """Return the parts of a PyTorch worker; the arguments are passed to `make` of `add_part`."""
     load_plugins()
     return [part for maker in MAKERS if (part := maker.make(model, checkpoint, seed)) is not None]
 
 
 def native_parts(model: NativeModel, checkpoint: Checkpoint | None = None, seed: int = 0) -> list[WorkerPart]:
-    """Returns the parts of a native worker for a model; the arguments are those of `add_part`."""
+    """Return the parts of a native worker; the arguments are passed to `native` of `add_part`."""
     load_plugins()
     makers = [maker.native for maker in MAKERS if maker.native is not None and maker.concerns(model.config)]
     return [part for make in makers if (part := make(model, checkpoint, seed)) is not None]
 
 
 def without_native(config: ModelConfig) -> str | None:
-    """Returns the first feature of a model that the native executor lacks, by the module that adds it; None: it has
-    all."""
+    """Name the first feature of a model that the native executor lacks, by the module that adds the feature.
+
+    None: the native executor has all features of the model.
+    """
     load_plugins()
     lacking = (maker.make for maker in MAKERS if maker.native is None and maker.concerns(config))
     return next((f"the part of {make.__module__}" for make in lacking), None)

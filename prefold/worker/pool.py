@@ -1,9 +1,10 @@
-"""Mean pooling: over the paths of a step of the row stream, and over rows whose hidden states are kept in slots.
+"""Mean pooling over the paths of a stream step, and over rows whose hidden states are stored in slots.
 
-Nothing is added that is not on the path: where one request's hidden states are NaN, infinite or huge, those of the
-others do not show it. The keys of a step fall into runs that every path contains whole or not at all; each is summed
-once, and a path's sum is that of its runs, which are found by doubling: after n rounds a run has the sum of itself and
-the 2^n - 1 runs above it.
+A sum adds only rows of its own path. NaN, infinite or huge hidden states of one request cannot affect another request.
+
+The keys of a step are split into runs. A path contains a run whole or not at all, and each run is summed once. The sum
+of a path is the sum of its runs, computed by pointer doubling: after n rounds, a run holds the sum of itself and of the
+2^n - 1 runs above it.
 """
 
 from __future__ import annotations
@@ -16,31 +17,26 @@ import numpy as np
 
 from .arrays import Array, Arrays
 
-# Keys that are summed in float32; sums of these are made in float64, so that long paths lose nothing.
+# Keys summed in float32. The sums of runs are added in float64, so long paths lose no precision.
 RUN_KEYS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan(Generic[Array]):
-    """A plan says which keys are summed, and what the sums are added to. There are r runs, and a last one of no keys
-    that ends each path.
+    """Which keys are summed, and how the sums add up to paths.
 
-    keys      int64 [keys], 0 and up
-    starts    int64 [r + 1]: the first key of each run; of the last one, the number of keys
-    above     int64 [rounds, r + 1]: the run that is 1, 2, 4, ... above each
-    last      int64 [reads]: the run with which each path ends
-    lengths   float64 [reads, 1]: keys of each path
+    There are r runs, and one empty run (number r) that marks the top of every path.
     """
 
-    keys: Array
-    starts: Array
-    above: Array
-    last: Array
-    lengths: Array
+    keys: Array  # int64 [keys], ascending from 0
+    starts: Array  # int64 [r + 1]: the first key of each run; for the empty run, the number of keys
+    above: Array  # int64 [rounds, r + 1]: the run 1, 2, 4, ... runs above each run; r if there is none
+    last: Array  # int64 [reads]: the last run of each path
+    lengths: Array  # float64 [reads, 1]: the number of keys of each path
 
 
 def plan_pool(end: np.ndarray, positions: np.ndarray, reads: np.ndarray) -> PoolPlan[np.ndarray]:
-    """Returns the plan for the paths down to the keys `reads`, ascending; end, positions [keys] as in a StreamStep."""
+    """Return the plan for the paths down to the keys `reads`, ascending; end, positions [keys] as in a StreamStep."""
     starts = run_starts(end, reads)
     above = _above(end, starts)
     rounds = [above]
@@ -56,14 +52,16 @@ def plan_pool(end: np.ndarray, positions: np.ndarray, reads: np.ndarray) -> Pool
 
 
 def sent(plan: PoolPlan[np.ndarray], arrays: Arrays[Array]) -> PoolPlan[Array]:
-    """Returns a plan where the hidden states are."""
+    """Return the plan with its arrays on the device of the hidden states."""
     numbers = (plan.keys, plan.starts, plan.above, plan.last, plan.lengths)
     return PoolPlan(*(arrays.send(array) for array in numbers))
 
 
 def mean_of_rows(arrays: Arrays[Array], hidden: Array, rows: np.ndarray, counts: np.ndarray) -> Array:
-    """Returns the mean over `counts` rows after `counts` rows, int64 [reads], of those numbered by `rows`: float32
-    [reads, hidden]; hidden float32 [keys, hidden]."""
+    """Return the means of consecutive groups of rows, float32 [reads, hidden].
+
+    Group i is the next `counts[i]` entries of `rows`. hidden: float32 [keys, hidden]; counts: int64 [reads]
+    """
     parts = -(-counts // RUN_KEYS)
     of = np.repeat(np.arange(len(counts)), parts)
     within = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -74,8 +72,14 @@ def mean_of_rows(arrays: Arrays[Array], hidden: Array, rows: np.ndarray, counts:
 
 
 def means_in_order(arrays: Arrays[Array], hidden: Array, paths: Iterable[np.ndarray]) -> Array:
-    """Return the mean over each path, float32 [paths, hidden], its rows added one by one in the order that they have:
-    so it does not depend on where other paths part from it. hidden float32 [keys, hidden]; a path: int64 [n]"""
+    """Return the mean of each path, float32 [paths, hidden], adding its rows one by one in path order.
+
+    So the result does not depend on where other paths branch off (for `--invariant`).
+
+    Args:
+        hidden: float32 [keys, hidden].
+        paths: int64 [n] each, the keys of a path.
+    """
     (keys,) = arrays.fetch(hidden)()
     keys = keys.astype(np.float64)
     means = [keys[path].sum(0) / len(path) for path in paths]
@@ -83,10 +87,13 @@ def means_in_order(arrays: Arrays[Array], hidden: Array, paths: Iterable[np.ndar
 
 
 def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:
-    """Returns the first key of each run, int64 [r]: of neighbours of which each is the child of the one before, and
-    none is read but the last, and that are seen by the same reads."""
+    """Return the first key of each run, int64 [r].
+
+    In a run, each key is the child of the key before, all keys are on the paths of the same reads, and only the last
+    key may be read. Runs longer than RUN_KEYS are split.
+    """
     key = np.arange(len(end))
-    num_reads = np.searchsorted(reads, end)  # reads before the end of each key's subtree
+    num_reads = np.searchsorted(reads, end)  # number of reads before the end of each key's subtree
     begins = np.ones(len(end), bool)
     begins[1:] = (end[:-1] <= key[1:]) | (num_reads[:-1] != num_reads[1:])
     begins[reads[reads + 1 < len(end)] + 1] = True
@@ -98,7 +105,7 @@ def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:
 
 
 def _above(end: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Returns the run that each run's first key follows on its path, [r + 1]: r where there is none."""
+    """Return the parent run of each run on its path, int64 [r + 1]; r if there is none."""
     none = len(starts)
     above, path = np.full(none + 1, none), list[int]()
     stops = end[np.append(starts[1:], len(end)) - 1].tolist() if none else []
@@ -112,8 +119,8 @@ def _above(end: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def mean_of_paths(arrays: Arrays[Array], hidden: Array, plan: PoolPlan[Array]) -> Array:
-    """Returns the mean over each path that is read, float32 [reads, hidden]; hidden float32 [keys, hidden]."""
-    # Bags of neighbouring rows. The last one is empty: its sum is 0.
+    """Return the mean of each path that is read, float32 [reads, hidden]; hidden float32 [keys, hidden]."""
+    # The last run is empty, so its sum is 0.
     sums = arrays.bag_sums(hidden, plan.keys, plan.starts)
     for above in plan.above:
         sums = sums + arrays.take(sums, above)

@@ -1,6 +1,7 @@
-"""A rank other than 0, in a process of its own: `python -m prefold.worker.rank FD`, started by `tensor_parallel`.
+"""Run a rank other than 0: `python -m prefold.worker.rank FD`, in a process of its own. `tensor_parallel` starts it.
 
-It gets the messages that rank 0 gets and starts each; what they give is rank 0's. No torch, unless the executor is.
+The rank gets the messages that rank 0 gets and starts each; only rank 0's results are used. It imports torch only if
+the torch executor runs the model.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from .tensor_parallel import LEFT_ALONE, Start
 
 
 def main(pipe: Connection) -> None:
-    """Run a rank until rank 0 closes the pipe; what goes wrong it says there, and ends the process."""
-    # Ctrl-C reaches every process of a terminal: rank 0 says what is to be done about it.
+    """Run until rank 0 closes the pipe. On failure, send the error through the pipe and end the process."""
+    # Ctrl-C reaches every process of a terminal. Only rank 0 handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start: Start = pipe.recv()
     pipe.send("up")
     try:
-        with contextlib.suppress(EOFError, BrokenPipeError):  # rank 0 has ended, or wants us to
+        with contextlib.suppress(EOFError, BrokenPipeError):  # rank 0 has ended, or closed the pipe
             _follow(pipe, start)
     except CollectiveError:
-        os._exit(LEFT_ALONE)  # whose fault it is rank 0 finds out
+        os._exit(LEFT_ALONE)  # another rank failed; rank 0 finds out which
     except BaseException as error:
         with contextlib.suppress(OSError):
             pipe.send(str(error) if isinstance(error, PrefoldError) else f"{type(error).__name__}: {error}")
-        os._exit(1)  # at once: other ranks wait for us in a collective
+        os._exit(1)  # without cleanup, because other ranks wait for this one in a collective
 
 
 def _follow(pipe: Connection, start: Start) -> None:

@@ -1,7 +1,7 @@
-"""Read-outs of a step: tokens, and values (embeddings, scores, log-probabilities) of rows, for streams and slots alike.
+"""Compute the read-outs of a step: tokens, and values (embeddings, scores, log-probabilities), for streams and slots.
 
 `values_of` computes the values of a `Reads`; a ticket fetches them from the device. Each function is given an `Arrays`,
-which says where arrays are and what computes with them.
+which implements the array operations of the executor.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ HEAD_ROWS = 256
 
 
 class PooledBatch(Protocol[Array]):
-    """The part of a prepared step of a row stream that mean pooling needs.
+    """The part of a prepared stream step that mean pooling needs.
 
-    scatter    of a folded step, int64: the row of each new row of the stream; else None
-    keep_path  int64: which rows of the carried path stay
-    keep_new   int64: which of the new rows of the stream join it
-    pool       the plan of the paths that are read; None: no path is read
+    Attributes:
+        scatter: For a folded step, int64: the row of each new row of the stream. Otherwise None.
+        keep_path: int64, the rows of the carried path that stay.
+        keep_new: int64, the new rows of the stream that join the path.
+        pool: The plan of the paths that are read. None: no path is read.
     """
 
     @property
@@ -50,7 +51,7 @@ def head_blocks(rows: int) -> Iterator[slice]:
 
 
 class ValuesTicket(Generic[Array]):
-    """The ticket of values that are on their way from the device. values, greedy: as of StepResult"""
+    """The ticket of values that are being copied from the device. values, greedy: as in StepResult"""
 
     def __init__(self, arrays: Arrays[Array], values: Array, greedy: Array | None = None):
         self._wait = arrays.fetch(values) if greedy is None else arrays.fetch(values, greedy)
@@ -62,13 +63,14 @@ class ValuesTicket(Generic[Array]):
 def read_stream(
     arrays: Arrays[Array], model: ReadModel[Array], batch: PooledBatch[Array], above: Array | None, hidden: Array
 ) -> tuple[ValuesTicket[Array], Array | None]:
-    """Return the ticket of a stream's step, and for mean pooling the hidden states of the path above the next step,
-    float32 [path, hidden].
+    """Return the ticket of a stream step and, for mean pooling, the hidden states of the path above the next step.
 
-    above   those of the path above this step; None: there is no path, or no mean pooling
-    hidden  [rows that are read, hidden]
+    On a rank other than 0, values that need the whole vocabulary are undefined.
 
-    On a rank other than 0 values of the whole vocabulary are undefined.
+    Args:
+        above: float32 [path, hidden], the hidden states of the path above this step. None: there is no path, or no
+            mean pooling.
+        hidden: [read rows, hidden].
     """
     reads = batch.step.read_out
     if reads.readout.kind != "mean":
@@ -90,16 +92,17 @@ def read_stream(
 
 
 def _path_to(end: np.ndarray, row: int) -> np.ndarray:
-    """Return the keys on the path down to a key, ascending. end: as in a StreamStep"""
+    """Return the keys on the path down to `row`, ascending. end: as in a StreamStep"""
     return np.flatnonzero(end[: row + 1] > row)
 
 
 class SlotTicket(Generic[Array]):
-    """The ticket of a step over slots: its tokens and values, on their way from the device.
+    """The ticket of a step over slots: tokens and values that are being copied from the device.
 
-    ids   int64 [reads], on the device, as of SlotResult
+    All ranks take part in computing logits; only rank 0 uses them.
 
-    Logits take all ranks, and rank 0 alone uses them.
+    Attributes:
+        ids: int64 [reads], on the device, as in SlotResult.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class SlotTicket(Generic[Array]):
         step: SlotStep,
         states: Array | None = None,
     ):
-        """hidden: [rows that are read, hidden]; states: [slots, hidden], the kept states; None: none are kept"""
+        """hidden: [read rows, hidden]; states: [slots, hidden], the stored hidden states, or None"""
         self.ids: Array = arrays.empty((len(step.reads),), "int64")
         self.ids[:] = -1
         self._arrays: Arrays[Array] = arrays
@@ -127,15 +130,15 @@ class SlotTicket(Generic[Array]):
         self._id_reads = ValuesTicket(arrays, self.ids)
 
     def result(self) -> SlotResult:
-        """Wait for the device, and return what the step gave."""
+        """Wait for the device and return the result of the step."""
         values = tuple(ticket.result() for ticket in self._values)
         return SlotResult(self._id_reads.result().values, self._logprobs, values)
 
     def _choose(self, model: ReadModel[Array], hidden: Array, step: SlotStep, tokens: np.ndarray) -> None:
-        """Draw the tokens of the reads with these numbers."""
+        """Draw the tokens of some reads. tokens: indices into `step.reads`"""
         arrays, reads, drawing = self._arrays, step.reads[tokens], step.drawing
         is_all = len(tokens) == len(step.reads) and not len(step.state_reads)
-        if not is_all:  # other rows need no logits
+        if not is_all:  # compute logits only for the rows that draw a token
             rows, reads = np.unique(reads, return_inverse=True)
             hidden = arrays.take(hidden, arrays.send(rows))
             if drawing is not None:
@@ -162,7 +165,7 @@ def _slot_values(
     step: SlotStep,
     states: Array | None,
 ) -> tuple[Array, Array | None]:
-    """Return what `values_of` gives for the reads of a step over slots. Reads with `counts` read kept states."""
+    """Return the result of `values_of` for a slot step. Reads with `counts` read stored hidden states."""
     if reads.counts is None:
         return values_of(arrays, model, reads.readout, hidden, reads.rows, reads.targets)
     assert states is not None
@@ -177,14 +180,13 @@ def _slot_values(
 
 
 def _kept_slots(step: SlotStep, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the slots of the last `counts` rows that each of `rows` sees, one after the other."""
+    """Return the slots of the last `counts` rows that each of `rows` sees, concatenated."""
     above = zip(rows.tolist(), counts.tolist(), strict=True)
     return np.concatenate([NOTHING, *(_slots_above(step, row, count) for row, count in above)])
 
 
 def _slots_above(step: SlotStep, place: int, count: int) -> np.ndarray:
-    """Return the slots of the last `count` rows that a row sees, in the order of their positions. place: in
-    read_rows"""
+    """Return the slots of the last `count` rows that a row sees, in order of position. place: index into `read_rows`"""
     row = step.read_rows[place]
     visible = np.flatnonzero((step.run_first <= row) & (row < step.run_last))
     sizes = step.run_count[visible]
@@ -193,8 +195,10 @@ def _slots_above(step: SlotStep, place: int, count: int) -> np.ndarray:
 
 
 def greedy(arrays: Arrays[Array], model: ReadModel[Array], hidden: Array) -> np.ndarray:
-    """Return the most likely token of each row of hidden [rows, hidden], int64, as `choose` does; on a CPU, of a model
-    that is not split."""
+    """Return the most likely token of each row, int64, as `choose` does. For an unsplit model on a CPU.
+
+    hidden: [rows, hidden]
+    """
     blocks = list(head_blocks(len(hidden))) or [slice(0)]
     return np.concatenate([arrays.fetch(arrays.most_likely(model.logits(hidden[block])))()[0] for block in blocks])
 
@@ -207,12 +211,15 @@ def values_of(
     rows: np.ndarray,
     targets: Sequence[int] | np.ndarray = NOTHING,
 ) -> tuple[Array, Array | None]:
-    """Return the values of a read-out, float32, one for each of `rows`; and for "logprobs" whether each target is the
-    most likely token of its row, else None. Reads at one row compute it once.
+    """Return the values of a read-out, float32, one for each of `rows`.
 
-    hidden   [n, hidden]
-    rows     int64 [reads]: the row of `hidden` that is read
-    targets  int32 [reads], for "logprobs": the tokens whose log-probabilities are wanted
+    The second result is None, except for "logprobs": there it is True for each target that is the most likely token of
+    its row. Reads of one row compute it once.
+
+    Args:
+        hidden: [n, hidden].
+        rows: int64 [reads], the row of `hidden` of each read.
+        targets: int32 [reads], for "logprobs": the tokens to look up.
     """
     once, places = np.unique(rows, return_inverse=True)
     if len(once) < len(hidden):
@@ -235,15 +242,18 @@ def values_of(
 
 
 def logits_and_sums(arrays: Arrays[Array], model: ReadModel[Array], hidden: Array, ids: Sequence[int]) -> Array:
-    """Return of each row of hidden [rows, hidden] the logits of `ids`, the log-sum-exp of all logits, and the id of the
-    largest, float32 [rows, len(ids) + 2]. On a rank other than 0 the values are undefined."""
+    """Return float32 [rows, len(ids) + 2] for hidden [rows, hidden]: the logits of `ids`, the log-sum-exp of all
+    logits, and the id of the largest logit.
+
+    On a rank other than 0 the values are undefined.
+    """
     values = arrays.empty((len(hidden), len(ids) + 2))
     wanted = arrays.send(np.asarray(ids, np.int64))
     for block in head_blocks(len(hidden)):
         logits = model.logits(hidden[block])
         if not model.ranks.rank:
             sums, largest = arrays.log_sum_exp(logits)
-            # A float32 holds every id below 2**24 exactly.
+            # float32 represents every id below 2**24 exactly.
             values[block, :-2], values[block, -2], values[block, -1] = logits[:, wanted], sums, largest
     return values
 
@@ -256,11 +266,15 @@ def logprobs_of(
     ids: np.ndarray,
     top: int | None,
 ) -> tuple[Array, Array]:
-    """Return the log-probability of each of `ids`, and whether it is the most likely id of its row. A row's log-sum-exp
-    is computed once for all its targets. On a rank other than 0 the values are undefined.
+    """Return the log-probability of each of `ids`, and whether the id is the most likely one of its row.
 
-    rows    int64 [n], ascending: the row of `hidden` of each
-    top     as of Readout
+    The log-sum-exp of a row is computed once for all its targets. On a rank other than 0 the values are undefined.
+
+    Args:
+        hidden: [n, hidden].
+        rows: int64 [n], ascending: the row of `hidden` of each id.
+        ids: int64 [n].
+        top: As in Readout.
     """
     shape = (len(ids),) if top is None else (len(ids), 2 + 2 * top)
     values, is_greedy = arrays.empty(shape), arrays.empty((len(ids),), "bool")
@@ -278,15 +292,17 @@ def logprobs_of(
 def log_probs(
     arrays: Arrays[Array], logits: Array, rows: Array, ids: Array, top: int | None = None
 ) -> tuple[Array, Array]:
-    """Return the log-probability of each of `ids` in its row of logits float32 [r, vocab], and whether it is the most
-    likely id of that row. rows, ids: int64 [n]; top: as of Readout."""
+    """Return the log-probability of each of `ids` in its row, and whether the id is the most likely one of the row.
+
+    logits: float32 [r, vocab]; rows, ids: int64 [n]; top: as in Readout
+    """
     sums, largest = arrays.log_sum_exp(logits)
     chosen = logits[rows, ids]
-    with np.errstate(invalid="ignore"):  # infinity less infinity
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
         values = chosen - sums[rows]
         if top is not None:
             best, places = arrays.largest(logits, top)
-            # A float32 holds every id below 2**24 exactly.
+            # float32 represents every id below 2**24 exactly.
             columns = arrays.empty((len(ids), 2 + 2 * top))
             columns[:, 0], columns[:, 1] = values, 1 + arrays.count_larger(logits, rows, chosen)
             columns[:, 2 : 2 + top], columns[:, 2 + top :] = (best - sums[:, None])[rows], places[rows]

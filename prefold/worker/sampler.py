@@ -1,17 +1,17 @@
-"""The sampler makes tokens of logits and of what each sample asks for.
+"""Sampling: choose tokens from logits, with the options of each sample.
 
-What is done to a row of logits, in this order (that of vLLM; each step as transformers defines it):
+A row of logits is processed in this order (the order of vLLM; each step as transformers defines it):
 
     logit_bias, the grammar's mask
     repetition penalty                 logits of tokens in prompt or output: divided if positive, else multiplied
-    presence and frequency penalty     of tokens in the output
-    min_tokens                         what would end the sample is banned
-    temperature                        at 0: the most likely token, the first of equals
-    the filters                        each among what the one before left
+    presence and frequency penalty     subtracted from the logits of tokens in the output
+    min_tokens                         tokens that would end the sample are banned
+    temperature                        at 0: the most likely token; ties go to the lowest id
+    the filters                        each filters the tokens that the filter before left
 
-`draw_scaled` does the last two lines, and draws from the tokens left; kernels for CPUs and GPUs do what it defines. The
-noise of a draw is made of the seed, the sample, the position and the token (`engine.sampling`). So it depends on
-neither neighbours nor batch nor earlier steps.
+`draw_scaled` does the last two lines and draws from the remaining tokens. It is the reference for the kernels on CPUs
+and GPUs. The noise of a draw is computed from the seed, the sample, the position and the token (`engine.sampling`). So
+it does not depend on neighbours, the batch or earlier steps.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ from ..spec.requests import TokenLogprobs
 from ..spec.task import FILTERS, SamplerOptions, filters_of
 from .arrays import Array, Arrays
 
-# Logits worked on at once, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
+# Number of float32 logits processed at once: 4 MiB, about the size of a second-level cache, for each intermediate.
 WORK_SIZE = 1 << 20
-# A probability that top_k tokens are at least as likely as is looked for among the largest of so many numbers each.
+# Group size in the search for a probability that at least top_k tokens reach: the largest of each group is compared.
 BLOCK = 128
-# Candidates for top_p that are tried first, at least.
+# Minimum number of candidates that top_p tries first.
 CANDIDATES = 256
-_OFF = np.array(filters_of(SamplerOptions())[1:])  # what filters are that leave all tokens
-_KEPT = [FILTERS.index(name) for name in ("min_p", "top_k", "top_p")]  # the columns that `kept` takes
+_OFF = np.array(filters_of(SamplerOptions())[1:])  # the values of filters that keep all tokens
+_KEPT = [FILTERS.index(name) for name in ("min_p", "top_k", "top_p")]  # columns for `_candidates`
 _TOP_N_SIGMA = FILTERS.index("top_n_sigma")
 
 
 def bare(filters: np.ndarray) -> np.ndarray:
-    """Returns which draws have no filter but the temperature, bool [n]; filters float64 [n, FILTERS]."""
+    """Return True for each draw that has no filter but the temperature, bool [n]; filters float64 [n, FILTERS]."""
     return ~np.logical_or.reduce(filters[:, 1:] != _OFF, axis=1)
 
 
 def draw_scaled(values: np.ndarray, probs: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Returns a token drawn for each row, int64 [r]; -1 where a row's largest logit is not finite.
+    """Return one drawn token per row, int64 [r]; -1 if the row's largest logit is not finite.
 
-    values   float32 [r, vocab]: (logit - the row's largest) / temperature
-    probs    float32 [r, vocab]: the softmax of each row
-    filters  float64 [r, FILTERS]; the temperature, the first of them, is above 0
-    keys     uint64 [r]: of the noise (`engine.sampling.make_key`)
+    The draw is the argmax of value + Gumbel noise over the tokens that the filters keep.
+
+    Args:
+        values: float32 [r, vocab]: (logit - the row's largest) / temperature.
+        probs: float32 [r, vocab]: the softmax of each row.
+        filters: float64 [r, FILTERS]. The temperature, in column 0, is above 0.
+        keys: uint64 [r], for the noise (`engine.sampling.make_key`).
     """
     tokens = np.full(len(values), -1)
-    finite = np.flatnonzero(~np.isnan(probs[:, 0]))  # all of a row are NaN where its largest is not finite
+    finite = np.flatnonzero(~np.isnan(probs[:, 0]))  # a row is all NaN if its largest logit is not finite
     if not finite.size:
         return tokens
     limits = filters[:, _KEPT].tolist()
@@ -70,17 +73,20 @@ def draw_scaled(values: np.ndarray, probs: np.ndarray, filters: np.ndarray, keys
 
 
 def _likeliness(scaled: np.ndarray, sigmas: float) -> float:
-    """Returns how likely a token is, relative to the most likely one, whose logit is `sigmas` standard deviations below
-    the largest. Tokens that are forbidden do not count. scaled: a row of `values` of `draw_scaled`"""
+    """Return exp(-sigmas * standard deviation of the row): the min_p that keeps the same tokens as top_n_sigma.
+
+    Forbidden tokens (-inf) are left out of the deviation. scaled: a row of `values` of `draw_scaled`
+    """
     return float(np.exp(-sigmas * scaled[np.isfinite(scaled)].std(dtype=np.float64)))
 
 
 def _candidates(probs: np.ndarray, min_p: float, top_k: float, top_p: float, key: np.uint64) -> np.ndarray:
-    """Returns the ids, ascending, of the tokens that may be drawn: those that the filters leave, or without any filter
-    those that noise can lift above all others.
+    """Return the ids that may be drawn, ascending: the tokens that the filters keep.
 
-    -log(1 - v) is at least v, so that no token can be drawn whose v over its probability is larger than that of some
-    other token is without this approximation; the upper bits of v are compared.
+    Without a filter: the tokens whose noise may be large enough to win. The token with the least
+    -log(1 - v) / probability wins, where v is its hash in [0, 1), and -log(1 - v) >= v. So a token cannot win if its
+    v / probability exceeds the exact value of another token, here the most likely one. Only the upper 24 bits of v are
+    compared.
     """
     if top_k > 0 or top_p < 1.0 or min_p > 0.0:
         return filter_tokens(probs, min_p, int(top_k), top_p)[0]
@@ -92,10 +98,10 @@ def _candidates(probs: np.ndarray, min_p: float, top_k: float, top_p: float, key
 
 
 def filter_tokens(probs: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids, ascending, that min_p, top_k (0: all) and top_p leave of probabilities float32 [vocab], and
-    their probabilities.
+    """Return the ids that min_p, top_k (0: all) and top_p keep, ascending, and their probabilities. probs: float32
+    [vocab]
 
-    A row is never sorted whole: first come the candidates, all tokens above a bound that no token can be kept below.
+    The row is never sorted whole: only the candidates are, all tokens above a lower bound for any kept token.
     """
     top_k = top_k if top_k < probs.size else 0
     least = np.float32(min_p) * probs.max()
@@ -114,16 +120,16 @@ def filter_tokens(probs: np.ndarray, min_p: float, top_k: int, top_p: float) -> 
         if top_p < 1.0:
             sums = falling.cumsum(dtype=np.float64)
             total = sums[-1] if top_k or min_p else 1.0
-            # Kept is a token before which there is less than top_p.
+            # A token is kept if the more likely tokens sum to less than top_p.
             least = falling[min(np.searchsorted(sums, top_p * total), falling.size - 1)]
     is_inside = values >= least
     return ids[is_inside], values[is_inside]
 
 
 def _nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
-    """Returns the ids, ascending, of the tokens above some bound, together at least top_p; mostly a few hundred."""
+    """Return ids, ascending, of all tokens above some bound; together at least top_p. Mostly a few hundred."""
     bound = _below_top(probs, min(CANDIDATES, probs.size))
-    # All tokens below this have together less than half of what may be left out.
+    # All tokens below `lowest` together have less than half of the probability that may be left out.
     lowest = (1.0 - top_p) / (2 * probs.size)
     while True:
         ids = np.flatnonzero(probs >= bound)
@@ -133,8 +139,10 @@ def _nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def _below_top(probs: np.ndarray, top_k: int) -> np.float32:
-    """Returns a probability that at least top_k are not below: the top_k-th of the largest ones of that many groups or
-    more."""
+    """Return a probability that at least top_k tokens reach: the top_k-th largest of the maxima of groups.
+
+    There are at least top_k groups.
+    """
     size = min(BLOCK, probs.size // top_k)
     groups = probs.size // size
     largest = probs[: groups * size].reshape(size, groups).max(0)
@@ -144,14 +152,16 @@ def _below_top(probs: np.ndarray, top_k: int) -> np.float32:
 def choose(
     arrays: Arrays[Array], logits: Array, rows: np.ndarray, drawing: Drawing | None
 ) -> tuple[Array, dict[int, TokenLogprobs]]:
-    """Returns the token of each read, int64 [p] where the logits are, and log-probabilities by read, where asked for.
+    """Return the token of each read, int64 [p] on the device of the logits, and the requested log-probabilities by
+    read.
 
-    A token is -1 where all are forbidden, and NOT_FINITE where the logits are no finite numbers. The device is waited
-    for only where log-probabilities are asked for, or where it is a GPU without Triton.
+    A token is -1 if all tokens are forbidden, and NOT_FINITE if logits are infinite or NaN. The call waits for the
+    device only if log-probabilities are requested, or on a GPU without Triton.
 
-    logits   float32 [r, vocab]; they are not changed
-    rows     int64 [p]: the row of each read; several reads may be at one
-    drawing  of some of these reads; all others get the most likely token
+    Args:
+        logits: float32 [r, vocab]; not modified.
+        rows: int64 [p]: the row of each read. Several reads may share a row.
+        drawing: Sampling options for some of the reads. The other reads get the most likely token.
     """
     likely = arrays.take(arrays.most_likely(logits), arrays.send(rows))
     if drawing is None:
@@ -159,7 +169,7 @@ def choose(
     ids = likely
     logprobs: dict[int, TokenLogprobs] = {}
     count = len(drawing.reads)
-    # On a CPU the rows that are worked on stay in its cache.
+    # On a CPU, the rows of one block stay in the cache.
     at_once = max(1, WORK_SIZE // logits.shape[-1] if arrays.in_cache else count)
     for first in range(0, count, at_once):
         part = drawing.part(first, min(count, first + at_once))
@@ -175,23 +185,23 @@ def choose(
 
 
 def likeliest(logits: np.ndarray) -> np.ndarray:
-    """Returns the most likely id of each row of float32 logits [r, vocab], the first of equals, int64 [r].
+    """Return the most likely id of each row of float32 logits [r, vocab], int64 [r]. Ties go to the lowest id.
 
-    It is NOT_FINITE where the largest logit is infinite or any logit is NaN, which arg-max takes for the largest.
+    NOT_FINITE marks a row whose largest logit is infinite or that contains NaN (argmax treats NaN as the largest).
     """
-    places = logits.argmax(-1).tolist()  # NumPy's takes a tenth of the time of torch's
+    places = logits.argmax(-1).tolist()  # NumPy's argmax needs a tenth of the time of torch's
     finite = (math.isfinite(logits.item(row, place)) for row, place in enumerate(places))
     return np.array([place if is_finite else NOT_FINITE for place, is_finite in zip(places, finite, strict=True)], int)
 
 
 def _choose(arrays: Arrays[Array], logits: Array, rows: np.ndarray, likely: Array, drawing: Drawing) -> Array:
-    """Returns the tokens of a drawing's reads. likely: what `Arrays.most_likely` gives for the row of each."""
+    """Return the tokens of a drawing's reads. likely: `Arrays.most_likely` of the row of each read"""
     ids = likely
     if any(x is not None for x in (drawing.bias, drawing.grammar_masks, drawing.output_counts, drawing.banned_ids)):
         logits, rows = arrays.take(logits, arrays.send(rows)), np.arange(len(rows))
         _alter(arrays, logits, drawing)
         ids = arrays.most_likely(logits)
-        # Of finite logits nothing is left only where all tokens are forbidden.
+        # The logits were finite before, so a row without a finite maximum has all tokens forbidden.
         ids = arrays.where(ids == NOT_FINITE, -1, ids)
     places = np.flatnonzero(drawing.filters[:, 0] > 0.0)
     if places.size:
@@ -201,9 +211,9 @@ def _choose(arrays: Arrays[Array], logits: Array, rows: np.ndarray, likely: Arra
 
 
 def _alter(arrays: Arrays[Array], work: Array, drawing: Drawing) -> None:
-    """Changes `work`, a row for each read of a drawing, by all that comes before the temperature."""
-    line = work.reshape(-1)  # the same memory
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then has no token
+    """Apply every step before the temperature to `work`, in place. `work` has one row per read of the drawing."""
+    line = work.reshape(-1)  # a view
+    with np.errstate(over="ignore", invalid="ignore"):  # rows that overflow here end up without a token
         if drawing.bias is not None:
             line[_places(arrays, work, drawing.bias)] += arrays.send(drawing.bias.values)
         if drawing.grammar_masks is not None:
@@ -215,22 +225,22 @@ def _alter(arrays: Arrays[Array], work: Array, drawing: Drawing) -> None:
 
 
 def forbid(work: np.ndarray, rows: np.ndarray, bits: np.ndarray) -> None:
-    """Does what `Arrays.forbid` does, in the memory of a CPU."""
-    # In one pass over each row: a sixth of the time that torch takes with a mask of truth values.
+    """Implement `Arrays.forbid` in CPU memory."""
+    # One pass over each row needs a sixth of the time of a boolean mask in torch.
     forbidden = np.unpackbits(bits, axis=-1, count=work.shape[-1], bitorder="little").view(np.bool_)
     for row, is_forbidden in zip(rows.tolist(), forbidden, strict=True):
         np.copyto(work[row], -np.inf, where=is_forbidden)
 
 
 def _places(arrays: Arrays[Array], work: Array, ragged: RaggedLists) -> Array:
-    """Returns where in `work`, taken as one line, lie the ids of each row."""
+    """Return the index of each row's ids in the flattened `work`."""
     starts = np.arange(len(work), dtype=np.int64) * work.shape[-1]
     return arrays.send(ragged.ids + starts.repeat(np.diff(ragged.offsets)))
 
 
 def _penalise(arrays: Arrays[Array], work: Array, penalties: np.ndarray | None, counts: RaggedLists) -> None:
-    """Changes logits as CTRL (Keskar et al. 2019) says for the repetition penalty, and OpenAI's API reference for the
-    other two."""
+    """Apply the penalties: repetition as in CTRL (Keskar et al. 2019), presence and frequency as in OpenAI's API
+    reference."""
     assert penalties is not None
     weights = penalties.astype(np.float32).repeat(np.diff(counts.offsets), axis=0)
     repetition, presence, frequency = weights.T  # in the order of PENALTIES
@@ -242,8 +252,11 @@ def _penalise(arrays: Arrays[Array], work: Array, penalties: np.ndarray | None, 
 
 
 def _logprobs(arrays: Arrays[Array], logits: Array, counts: np.ndarray, ids: Array) -> list[TokenLogprobs | None]:
-    """Returns log-probabilities of the model's own distribution, for each row [a, vocab]: of its token, and of as many
-    of the most likely ones as `counts` says; None where there is no token."""
+    """Return log-probabilities under the model's own distribution, for each row [a, vocab].
+
+    An entry has the log-probability of the row's token and of the `counts` most likely tokens. None: the row has no
+    token.
+    """
     wanted = min(int(counts.max()), logits.shape[-1])
     chosen, values, places = arrays.likely_tokens(logits, wanted, arrays.where(ids < 0, 0, ids))
     (tokens,) = arrays.fetch(ids)()

@@ -1,9 +1,8 @@
-"""The ranks of a model that is split over processes, as one worker: rank 0 is this process. No torch.
+"""Tensor parallelism: a model split over processes (ranks) that act as one worker. Rank 0 is this process. No torch.
 
-Every rank has a worker of its own, makes its arrays from the same messages and makes the same collective calls in the
-same order, so nothing but messages has to be sent. Whatever goes wrong on a rank ends all of them with one error that
-says on which. Ranks of one machine exchange through memory that all of them map; `worker.torch.ranks` adds PyTorch's
-process groups.
+Every rank has its own worker, builds its arrays from the same messages, and makes the same collective calls in the same
+order. So only messages are sent. If one rank fails, all ranks end with one error, which names the failed rank. Ranks
+on one machine exchange data through shared memory; `worker.torch.ranks` adds PyTorch's process groups.
 """
 
 from __future__ import annotations
@@ -42,13 +41,15 @@ from ..kernels.program import parts_begin
 from ..model.shard import OneRank, Shard, SomeRank, columns_of, piece_width
 from .loaded import Load
 
-# Bytes that a rank gives at once. No more memory is taken than the largest exchange needs, and that twice.
+# Bytes that a rank contributes per round. Memory in use is at most twice the largest exchange.
 PART = 8 << 20
 
 
 def memory_file(size: int, part: int = PART) -> int:
-    """Return the descriptor of a file in memory for `size` ranks, which has no name and goes with its last user.
-    part: bytes that a rank gives at once"""
+    """Return the descriptor of an unnamed file in memory for `size` ranks; its last user frees it.
+
+    part: bytes that a rank contributes per round
+    """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("prefold-ranks")
     else:
@@ -59,12 +60,13 @@ def memory_file(size: int, part: int = PART) -> int:
 
 
 class MemoryRanks(OneRank[np.ndarray]):
-    """A MemoryRanks is this process's rank of a model that is split over processes of one machine.
+    """This process's rank of a model that is split over processes of one machine.
 
-    file      of `memory_file`, which may be closed afterwards
-    pipes     descriptors of which one is hung up where a rank ends
-    patience  seconds for which another rank is waited for
-    part      of `memory_file`
+    Args:
+        file: From `memory_file`; may be closed afterwards.
+        pipes: Descriptors of pipes to other ranks. One of them hangs up if its rank ends.
+        patience: Seconds to wait for another rank.
+        part: As given to `memory_file`.
     """
 
     view: RanksView
@@ -74,7 +76,7 @@ class MemoryRanks(OneRank[np.ndarray]):
         compiled = kernels.load()
         assert compiled is not None
         self._kernels, memory = compiled, mmap(file, 0)
-        # These hold the memory.
+        # References that keep the memory alive.
         self._buffers = (c_char * len(memory)).from_buffer(memory), (c_int32 * len(pipes))(*pipes)
         self.view = RanksView(
             memory=addressof(self._buffers[0]), first=parts_begin(size), part=part, rank=rank, size=size,
@@ -87,7 +89,7 @@ class MemoryRanks(OneRank[np.ndarray]):
         return summed
 
     def collect(self, piece: np.ndarray) -> np.ndarray | None:
-        """Return every rank's piece, [ranks, *shape of a piece], on rank 0; all are of one shape."""
+        """Return every rank's piece, [ranks, *shape of a piece], on rank 0. All pieces have one shape."""
         return self._kernels.gather_ranks(self.view, np.ascontiguousarray(piece))
 
     def gather(self, logits: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -98,38 +100,40 @@ class MemoryRanks(OneRank[np.ndarray]):
         return np.concatenate(columns_of(list(pieces), vocab_size), 1)
 
 
-# The status with which a rank ends that another one has left alone in a collective.
+# Exit status of a rank whose partner left it alone in a collective.
 LEFT_ALONE = 75
 
-# A rank that has not answered for so long, within a step or between two, is taken for dead.
+# A rank that does not answer for this long, within a step or between steps, counts as dead.
 TIMEOUT_SECONDS = 300
-# How long ranks have to come up: the imports of all at once, on a busy machine.
+# Time for all ranks to start: they all import modules at once, maybe on a busy machine.
 START_SECONDS = 300
-# After a failure: how long the rank that caused it may take to say so.
+# After a failure: time for the failed rank to report its error.
 LAST_WORD_SECONDS = 5
 
 
 class Meeting(ABC):
-    """A Meeting is where ranks find each other. Rank 0 makes it, and the other ranks get a copy.
+    """The meeting point of ranks. Rank 0 creates it and sends a copy to each other rank.
 
-    descriptors: of files that the other ranks inherit
+    Attributes:
+        descriptors: Descriptors of files that the other ranks inherit.
     """
 
     descriptors: tuple[int, ...] = ()
 
     @abstractmethod
     def join(self, rank: int, size: int, pipes: Sequence[int]) -> SomeRank:
-        """Meet the other ranks, and return this rank's view of them. pipes: descriptors of those to other ranks"""
+        """Meet the other ranks, and return this rank's view of them. pipes: descriptors of pipes to other ranks"""
 
     @abstractmethod
     def end(self) -> None:
-        """Free what this process has of it."""
+        """Free this process's share of it."""
 
 
 class MemoryMeeting(Meeting):
-    """A MemoryMeeting is memory that the ranks of one machine map.
+    """A meeting of the ranks of one machine, through shared memory.
 
-    patience: seconds after which a silent rank is an error
+    Attributes:
+        patience: Seconds after which a silent rank is an error.
     """
 
     def __init__(self, size: int):
@@ -149,32 +153,38 @@ class MemoryMeeting(Meeting):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A Start is the first message to a rank: what to load, and where the other ranks are."""
+    """The first message to a rank: the model to load and the meeting with other ranks."""
 
     load: Load
     rank: int
     meeting: Meeting
 
     def join(self, pipes: Sequence[Connection]) -> SomeRank:
-        """Meet the other ranks, and return this rank's view of them. pipes: to other ranks"""
+        """Meet the other ranks, and return this rank's view of them. pipes: pipes to other ranks"""
         return self.meeting.join(self.rank, self.load.options.tensor_parallel, [pipe.fileno() for pipe in pipes])
 
 
 class TensorParallelWorker(Worker):
-    """A TensorParallelWorker is made of `size` ranks on this machine, this process among them, and gives each message
-    to all of them.
+    """The worker of rank 0, which sends each message to all ranks on this machine.
 
-    It is made before the model is loaded, so that all load at once; then `join` is called with this rank's worker.
+    It is created before the model is loaded, so that all ranks load at once. Then call `join` with this rank's worker.
 
-    ranks              this process among them
-    patience           seconds after which a silent rank is an error
-    last_word_seconds  what a failed rank says is waited for so long
+    Attributes:
+        ranks: This rank's view of the others.
+        patience: Seconds after which a silent rank is an error.
+        last_word_seconds: Seconds to wait for the error of a failed rank.
     """
 
     def __init__(self, load: Load, meet: Callable[[int], Meeting]):
-        """load: with the options of each rank; meet: makes the meeting of so many ranks.
+        """Start the other ranks and meet them.
 
-        Raise InputError for a size that does not fit the model, RankError when a rank does not come up.
+        Args:
+            load: The model to load, with the options of each rank.
+            meet: Makes the meeting for a number of ranks.
+
+        Raises:
+            InputError: The model cannot be split over this number of ranks.
+            RankError: A rank does not start.
         """
         size = load.options.tensor_parallel
         for rank in range(size):
@@ -198,8 +208,10 @@ class TensorParallelWorker(Worker):
             self.fail(error)
 
     def join(self, worker: Worker) -> None:
-        """Take this rank's worker, and wait until every rank has one. Raise RankError with what kept a rank from
-        it."""
+        """Set this rank's worker, and wait until every rank has one.
+
+        Raise RankError with the error of a rank that cannot load.
+        """
         self.local, self.facts = worker, worker.facts
         try:
             self._hear("ready")
@@ -210,9 +222,10 @@ class TensorParallelWorker(Worker):
         return self.local.prepare(message)
 
     def start(self, message: Message, prepared: Any = None) -> Ticket:
-        """Begins a step on all ranks, and returns the ticket of rank 0.
+        """Start a step on all ranks and return rank 0's ticket.
 
-        Raises RankError when a rank fails, and ever after: what was being computed is lost, and the ranks end.
+        Raise RankError if a rank fails. All ranks then end, the results of running steps are lost, and every later call
+        raises RankError.
         """
         with self._turn:
             if self._failure is not None:
@@ -222,13 +235,13 @@ class TensorParallelWorker(Worker):
                     self._tell(EndStream(self._ended_streams.popleft()))
                 self._tell(message)
                 return self.local.start(message, prepared)
-            except OutOfMemoryError as error:  # others have run the step: it cannot be given again in parts
+            except OutOfMemoryError as error:  # other ranks ran the step, so it cannot be repeated in parts
                 self.fail(RankError(f"rank 0 failed: {error}"))
-            except BaseException as error:  # ranks that were left in the middle of a step are of no more use
+            except BaseException as error:  # ranks that stopped in the middle of a step are unusable
                 self.fail(error)
 
     def forget(self, stream: int) -> None:
-        # Told with the next message: this may be called in the middle of one.
+        # Sent with the next message, because `forget` may be called in the middle of one.
         self._ended_streams.append(stream)
         self.local.forget(stream)
 
@@ -244,14 +257,14 @@ class TensorParallelWorker(Worker):
             pipe.send_bytes(data)
 
     def close(self) -> None:
-        """Ends the other ranks. The model cannot be used any more."""
+        """End the other ranks. The model cannot be used afterwards."""
         with self._turn:
             self._failure = self._failure or RankError("the model was closed")
             self._end()
 
     def _launch(self, start: Start) -> None:
         host_end, rank_end = Pipe()
-        limit = struct.pack("ll", TIMEOUT_SECONDS, 0)  # a rank that does not read must not hold us for ever
+        limit = struct.pack("ll", TIMEOUT_SECONDS, 0)  # a rank that does not read must not block this one for ever
         with socket.socket(fileno=os.dup(host_end.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         root = str(Path(__file__).parents[2])
@@ -259,7 +272,7 @@ class TensorParallelWorker(Worker):
         descriptors = [rank_end.fileno(), *start.meeting.descriptors]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         with rank_end:
-            # Results may go to standard output: no rank writes there.
+            # Standard output may carry results, so no rank writes there.
             process = subprocess.Popen(
                 command, pass_fds=descriptors, stdout=subprocess.DEVNULL, env=environment, close_fds=True
             )
@@ -268,16 +281,16 @@ class TensorParallelWorker(Worker):
         host_end.send(start)
 
     def _hear(self, word: Literal["up", "ready"]) -> None:
-        """Waits for the word of every rank; raises RankError where one says something else, or nothing."""
+        """Wait for the word from every rank. Raise RankError if a rank sends an error or nothing."""
         for rank, pipe in enumerate(self.pipes, 1):
             if not pipe.poll(START_SECONDS):
-                raise RankError(f"rank {rank} has not come up within {START_SECONDS} s")
+                raise RankError(f"rank {rank} did not start within {START_SECONDS} s")
             answer = pipe.recv()
             if answer != word:
                 raise RankError(f"rank {rank}: {answer}")
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends all ranks, and raises what is wrong: which rank did not do its part, or what failed here."""
+        """End all ranks, and raise the error: of the rank that failed, else `error`."""
         failure: RankError | None = None
         if isinstance(error, (OSError, EOFError, CollectiveError)):
             failure = self._blame(error)
@@ -290,14 +303,14 @@ class TensorParallelWorker(Worker):
         raise error
 
     def _blame(self, error: BaseException) -> RankError:
-        """Returns what the rank that failed said last, or how it ended, or that it is silent.
+        """Return an error with the last message of the failed rank, or its exit status, or a note that it is silent.
 
-        Those that waited for it in a collective end too, without a word and with LEFT_ALONE.
+        Ranks that waited for it in a collective end too, without a message and with status LEFT_ALONE.
         """
         until = time.monotonic() + self.last_word_seconds
         while time.monotonic() < until:
             for rank, (process, pipe) in enumerate(zip(self.processes, self.pipes, strict=True), 1):
-                exit_code = process.poll()  # before it is listened to: what it word last is there then
+                exit_code = process.poll()  # before reading the pipe: an ended process has sent its last message
                 if word := _last_word(pipe):
                     return RankError(f"rank {rank} failed: {word}")
                 if exit_code not in (None, LEFT_ALONE):
@@ -330,14 +343,14 @@ def _ending(code: int) -> str:
 def _check_system() -> None:
     if sys.platform == "win32":
         raise InputError(
-            "a model is not split over processes on Windows",
+            "Windows cannot split a model over processes",
             field="tensor_parallel",
             remedy="leave it out, or use WSL 2",
         )
 
 
 def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], meeting: Meeting) -> None:
-    """Close the pipes, at which ranks end; those that do not are made to."""
+    """Close the pipes, so that the ranks end. Kill ranks that do not."""
     for pipe in pipes:
         pipe.close()
     with contextlib.suppress(Exception):

@@ -264,7 +264,7 @@ def test_texts_alone_need_no_tower(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with LLM(str(folder), dtype="float32", images=False) as llm:
         text = llm.generate("what?", max_tokens=4, ignore_eos=True).text
-        with pytest.raises(InputError, match="takes text alone") as error:
+        with pytest.raises(InputError, match="accepts only text") as error:
             llm.chat(conversation(1, PICTURES), max_tokens=2)
         assert error.value.code == "no_tower"
     Path("in.jsonl").write_text('{"q": "what?"}\n')

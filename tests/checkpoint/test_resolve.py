@@ -99,7 +99,7 @@ def test_geometries_are_only_for_random_weights(hub):
         ({}, r"neither a config\.json nor a \.gguf file"),
         ({"config.json": "{"}, "not valid JSON"),
         ({"config.json": "[]"}, "not a JSON object"),
-        ({"a.gguf": "", "b.gguf": ""}, r"holds 2 \.gguf files.*a\.gguf, b\.gguf"),
+        ({"a.gguf": "", "b.gguf": ""}, r"contains 2 \.gguf files.*a\.gguf, b\.gguf"),
     ],
 )
 def test_bad_folders(tmp_path, files, message):

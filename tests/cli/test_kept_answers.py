@@ -139,7 +139,7 @@ def test_answers_are_for_one_process(prefold, tmp_path):
     write(tmp_path / "a.jsonl")
     for where in (["--url", "http://localhost:1"], ["--ray"]):
         done = prefold("embed", "a.jsonl", "--prompt", "text", "--answers", "kept", *where)
-        assert done.exit_code == 2 and "--answers is for one process" in done.stderr
+        assert done.exit_code == 2 and "--answers works only in one process" in done.stderr
     done = prefold("embed", "a text", "--answers", "kept")
     assert done.exit_code == 2 and "--answers is for jobs" in done.stderr
     (tmp_path / "file").write_text("x")

@@ -134,19 +134,19 @@ def test_other_dtypes_and_settings_are_refused(model, file, tmp_path):
         LLM(model, dtype="float32", cache=CacheOptions(shifted=file, min_overlap=21))
     with pytest.raises(InputError, match="cannot be read"):
         LLM(model, dtype="float32", cache=CacheOptions(shifted="nowhere.json"))
-    with pytest.raises(InputError, match="no file says"):
+    with pytest.raises(InputError, match="needs a file with its measured effect"):
         LLM(model, dtype="float32", cache=CacheOptions(shifted=ShiftedReuse()))
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (VERIFY, 2, "needs a bound"),
+        (VERIFY, 2, "needs --tolerance"),
         ((*NUMBERS, "-o", "x"), 2, "--output is for --reuse"),
         (("verify", "in.jsonl", "--task", "embed", "--cache-reuse-window", "9"), 2, "--cache-reuse-window is for"),
-        ((*NUMBERS, "--reuse", "shifted", "--tolerance", "1"), 1, "numbers"),
+        ((*NUMBERS, "--reuse", "shifted", "--tolerance", "1"), 1, "only generation"),
         ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "in.jsonl", "--cache", "off"), 2, "leave out --cache off"),
-        ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "x", "--url", "http://a"), 2, "for one process"),
+        ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "x", "--url", "http://a"), 2, "works only in one process"),
         ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "nowhere"), 1, "cannot read nowhere"),
     ],
 )
@@ -157,7 +157,7 @@ def test_what_cannot_be_done_is_said_in_a_line(prefold, table, arguments, code, 
 
 
 def test_columns_of_data_frames_are_exact():
-    with pytest.raises(InputError, match="columns do not say"):
+    with pytest.raises(InputError, match="columns cannot say"):
         split_options({"cache": CacheOptions(shifted="shifted.json")})
     assert split_options({"cache": CacheOptions(), "n": 1}) == ({"cache": CacheOptions()}, {"n": 1})
 

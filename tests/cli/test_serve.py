@@ -88,7 +88,7 @@ def test_a_calibration_of_another_model_ends_the_server(tmp_path):
     ("options", "said"),
     [
         (["-m", "typo"], "there is no model 'typo'"),
-        (["-m", "."], "holds neither a config.json nor a .gguf file"),
+        (["-m", "."], "contains neither a config.json nor a .gguf file"),
         (["-m", "tiny", "--adapter", "mine=typo"], "--adapter mine: there is no folder typo"),
     ],
 )
@@ -105,9 +105,9 @@ def test_names_are_looked_up_before_the_server_says_that_it_listens(tmp_path, mo
         ('cache = "newest"', "serve.toml: cache = 'newest': "),
         ('max-body-bytes = "many"', "serve.toml: max-body-bytes = 'many': "),
         ('adapter = "mine"', "--adapter 'mine': write NAME=FOLDER"),
-        ("no-such = 1", "there is no option 'no-such'; see serve --help-all"),
-        ("prot = 1", "there is no option 'prot'; did you mean port? see serve --help-all"),
-        ("port = [", "cannot be read"),
+        ("no-such = 1", "there is no option 'no-such'; prefold serve --help-all lists the options"),
+        ("prot = 1", "there is no option 'prot'; did you mean port? prefold serve --help-all lists"),
+        ("port = [", "serve.toml is not valid TOML"),
         ("port = 100000", "port"),
         ('host = "0.0.0.0"', "--insecure"),
         ('api-keys = "none.toml"', "cannot read none.toml: No such file or directory"),

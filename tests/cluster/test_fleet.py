@@ -228,7 +228,7 @@ def test_a_replica_that_hangs_is_killed_once(monkeypatch, dies):
         assert plain(run(fleet, spool)) == expected()
     release.set()
     assert kills == replicas.killed == ["b"]
-    assert [note for note in notes if "has done nothing" in note] == ["b has done nothing for 25 s and is killed"]
+    assert [note for note in notes if "made no progress" in note] == ["b made no progress for 25 s and is killed"]
 
 
 def test_an_engine_that_fails_is_a_replica_that_is_lost():
@@ -240,7 +240,7 @@ def test_an_engine_that_fails_is_a_replica_that_is_lost():
     replicas = ThreadReplicas("ab", before=before)
     with closing(Fleet(replicas, notify=notes.append)) as fleet, filled() as spool:
         assert plain(run(fleet, spool)) == expected()
-    assert "b has failed: RuntimeError: the card is gone" in notes
+    assert "b failed: RuntimeError: the card is gone" in notes
 
 
 def test_a_request_that_two_replicas_die_of_is_an_error():
@@ -290,7 +290,7 @@ def test_a_replica_out_of_reach_counts_as_no_loss_and_blames_nobody(stream):
             found = dict(run(fleet, spool))
         assert fleet.losses == out_of_reach.count(False) in range(2, 6)
     assert out_of_reach.count(True) == 1 and found[bad.tag].code == "replicas_lost"
-    assert sum("runs, but what passed between was lost: gone" in note for note in notes) == 1
+    assert sum("runs, but messages to or from it were lost: gone" in note for note in notes) == 1
     assert plain((t, a) for t, a in found.items() if t != bad.tag) == [p for p in expected() if p[0] != bad.tag]
 
 
@@ -345,7 +345,7 @@ def test_a_replica_with_other_weights_is_refused():
     replicas.before = lambda name, tokens: time.sleep(0.002)
     with closing(Fleet(replicas, notify=notes.append)) as fleet, filled() as spool:
         assert plain(run(fleet, spool)) == expected()
-    assert notes[0] == "b is lost: refused, for it has prefold 2 (others: 1)" and replicas.killed == ["b"]
+    assert notes[0] == "b is lost: refused, because it has prefold 2 (others: 1)" and replicas.killed == ["b"]
     assert not replicas.given["b"]
 
 

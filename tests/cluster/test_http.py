@@ -196,7 +196,7 @@ def test_a_server_that_knows_openais_options_only_is_asked_for_those(table):
         refused = sum("top_k" in body for _, body in server.requests)
         assert_answered(output())
         run("--raw", "--url", server.url, "--overwrite", "--top-k", 20, "--temperature", 1)
-    assert refused < 20 and said.count("knows no top_k") == 1
+    assert refused < 20 and said.count("does not accept top_k") == 1
     messages = [line["error"]["message"] for i, line in output().items() if i != 3]
     assert all("argument supplied: top_k" in message for message in messages), "what is asked for is not left out"
 
@@ -287,9 +287,9 @@ def test_a_server_that_goes_away_loses_nothing(table):
 def test_what_stops_a_job_at_once(table, monkeypatch):
     with serving(ids=False, models=("other", "more")) as server:
         said = run("--raw", "--url", server.url, code=1)
-        assert "no model 'm'; those it has: other, more" in said and "To go on:" in said
+        assert "no model 'm'; use -m with one of: other, more" in said and "To go on:" in said
     with serving(ids=False, key="secret") as server:
-        assert "the key was refused" in run("--raw", "--url", server.url, code=1)
+        assert "the API key was refused" in run("--raw", "--url", server.url, code=1)
         monkeypatch.setenv("PREFOLD_API_KEY", "secret")
         said = run("--raw", "--url", server.url, "--report", "page.html")
     assert_answered(output())
@@ -301,15 +301,17 @@ def test_what_stops_a_job_at_once(table, monkeypatch):
 
 def test_bad_options(table):
     assert "exclude each other" in run("--url", "http://localhost:1", "--ray", code=2)
-    assert "write --ray behind it" in run("--ray", "in.jsonl", code=2)
+    assert "write --ray after it" in run("--ray", "in.jsonl", code=2)
     assert "--replicas needs --ray" in run("--replicas", "2", code=2)
     assert "--tokenizer needs --url" in run("--tokenizer", "x", "--ray", code=2)
     assert "is not the URL of a server" in run("--url", "localhost:80", code=1)
     said = run("--url", "http://me:word@localhost:1", code=1)
     assert "PREFOLD_API_KEY" in said and "word" not in said
-    assert "--pooling cannot be asked" in run("--url", "http://localhost:1", "--pooling", "mean", task="embed", code=2)
+    assert "--pooling does not work with --url" in run(
+        "--url", "http://localhost:1", "--pooling", "mean", task="embed", code=2
+    )
     said = run("--url", "http://127.0.0.1:9", "--patience", "1", code=1)
-    assert "http://127.0.0.1:9: it cannot be reached (connection refused); it is asked again for 1 s" in said
+    assert "http://127.0.0.1:9: it cannot be reached (connection refused); retrying for 1 s" in said
     with serving() as server:
         said = run("--overwrite", "--url", server.url, "--labels", "a,b", task="classify", code=1)
     assert "log-probabilities need token ids" in said
@@ -351,7 +353,7 @@ def test_a_tokenizer_that_was_asked_for_is_taken_or_is_an_error(tmp_path, monkey
     tiny_checkpoint(tmp_path, "llama").rename(tmp_path / "named")
     monkeypatch.setattr("prefold.checkpoint.checkpoint.fetch", lambda *_: tmp_path / "named")
     assert not is_of_bytes(remote_model("m", "smollm2-135m")[1])
-    with pytest.raises(CheckpointError, match="qwen3-8b has no tokenizer; leave --tokenizer out"):
+    with pytest.raises(CheckpointError, match="qwen3-8b has no tokenizer; remove --tokenizer"):
         remote_model("m", "qwen3-8b")
 
 
@@ -475,7 +477,9 @@ def test_a_server_without_a_prompts_logprobs_is_told_of(table):
     answer = (200, {}, {"choices": [{"text": "x"}]})
     with serving(fault=lambda *_: answer) as server:
         run("--url", server.url, "--tokenizer", "named", "--labels", "yes,no", task="classify")
-    assert all("gives no log-probabilities" in line["error"]["message"] for i, line in output().items() if i != 3)
+    assert all(
+        "no log-probabilities of the prompt" in line["error"]["message"] for i, line in output().items() if i != 3
+    )
 
 
 @pytest.mark.parametrize("answer", [{"error": "quota"}, {"choices": [{}]}, {"choices": 5}, [], "<html>", None])
@@ -486,7 +490,7 @@ def test_a_200_that_is_no_answer_is_an_error_of_its_record(table, answer):
     with serving(ids=False, fault=fault) as server:
         run("--raw", "--url", server.url)
     found = output()
-    assert "nothing that can be read" in found[7]["error"]["message"]
+    assert "the response cannot be read" in found[7]["error"]["message"]
     assert_answered(found, wrong=(3, 5, 7))
 
 

@@ -35,10 +35,10 @@ def test_a_server_is_never_left_to_its_own_max_tokens():
     """Theirs is 16."""
     assert body_at(30, 512)["max_tokens"] == 482
     assert body_at(30, None, max_tokens=7)["max_tokens"] == 7
-    with pytest.raises(InputError, match="not known here") as found:
+    with pytest.raises(InputError, match="context is unknown") as found:
         body_at(30, None)
     assert found.value.field == "max_tokens" and "--max-tokens" in found.value.remedy
-    with pytest.raises(InputError, match="512 tokens, the context of the server's model 512"):
+    with pytest.raises(InputError, match="512 tokens, the context of the server's model is 512"):
         body_at(512, 512)
     _, body = body_of(MESSAGES + json.dumps({"messages": [{"role": "user", "content": "a"}]}))
     assert "max_tokens" not in body.sent, "a conversation is answered until the context is full"
@@ -65,7 +65,7 @@ def test_an_option_that_servers_do_not_know_is_refused_by_its_name(name, value):
 
 @pytest.mark.parametrize("rest", [" x", "[1]", "{}", '{"messages": [], "model": "other"}', "[" * 100_000])
 def test_a_prompt_that_only_begins_as_a_conversation_is_refused(rest):
-    with pytest.raises(InputError, match="and is none") as found:
+    with pytest.raises(InputError, match="reserved for conversations") as found:
         body_of(MESSAGES + rest)
     assert found.value.field == "prompt" and found.value.remedy
 

@@ -49,7 +49,7 @@ def test_a_url_that_is_none_is_refused_at_once(url):
 @pytest.mark.parametrize("key", ["schl\u00fcssel", "secret\n"])
 def test_a_key_that_no_header_can_hold_is_refused_and_not_said(monkeypatch, key):
     monkeypatch.setenv("PREFOLD_API_KEY", key)
-    with pytest.raises(InputError, match="holds letters that no key has") as found:
+    with pytest.raises(InputError, match="has characters that no key has") as found:
         HttpReplicas(["http://localhost:1"], "m", None)
     assert key.strip() not in str(found.value)
 
@@ -62,7 +62,7 @@ def test_what_a_server_says_of_a_refusal_is_told(status):
         pytest.raises(ReplicaDown, match="this server is not 'gpu-a:8000'") as refused,
     ):
         HttpHost(server.url, ServedModel("m", None, patience=0.0, timeout=5.0))
-    assert ("the key was refused" in str(refused.value)) is (status == 401)
+    assert ("the API key was refused" in str(refused.value)) is (status == 401)
 
 
 PROXY = "http://someone:secret@127.0.0.1:9"
@@ -114,7 +114,7 @@ def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_besi
                 if enough is not None and len(pauses) >= enough:
                     break
     lost = [(name, event) for name, event in events if isinstance(event, ReplicaLost)]
-    assert len(notes) == 1 and notes[0].startswith(f"{dead}: it cannot be reached (connection refused); it is asked")
+    assert len(notes) == 1 and notes[0].startswith(f"{dead}: it cannot be reached (connection refused); retrying")
     if other:
         assert not lost
     else:
@@ -189,7 +189,7 @@ def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(mon
     counted, release, notes = itertools.count(), threading.Event(), []
 
     def hangs():
-        return len(server.requests) > sum("has done nothing" in note for note in notes)
+        return len(server.requests) > sum("made no progress" in note for note in notes)
 
     def fault(*_):
         while not release.wait(0.01) and not (counts and now() > 3 * 30):
@@ -206,7 +206,7 @@ def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(mon
             assert generated(fleet, spool)[b"long"][0].text.startswith("4 of long")
             assert not notes and len(server.requests) == 1
         else:
-            with pytest.raises(FleetError, match="give more --patience"):
+            with pytest.raises(FleetError, match="increase --patience"):
                 generated(fleet, spool)
             assert len(server.requests) == RESTARTS + 1
         release.set()

@@ -279,7 +279,7 @@ def test_a_replica_that_hangs_on_a_stream_is_killed():
     hang.set()
     fleet.close()
     assert len(found) == 200 and replicas.killed == ["b"]
-    assert notes.count("b has done nothing for 3 s and is killed") == 1
+    assert notes.count("b made no progress for 3 s and is killed") == 1
 
 
 def test_the_first_answers_come_before_the_last_requests():

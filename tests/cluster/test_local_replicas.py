@@ -51,8 +51,8 @@ def told(replicas, kind):
 
 
 @pytest.mark.parametrize("fails, reason", [("report", "cannot report: OSError: the socket is closed"),
-                                           ("report close", "did not end as it should: TimeoutError: the loop hangs"),
-                                           ("close", "it was killed, and did not end as it should")])  # fmt: skip
+                                           ("report close", "did not end cleanly: TimeoutError: the loop hangs"),
+                                           ("close", "it was killed, and did not end cleanly")])  # fmt: skip
 def test_a_host_that_fails_as_it_reports_or_ends_is_lost_and_made_anew(fails, reason):
     made = []
 
@@ -140,4 +140,4 @@ def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes):
     if changes:
         assert answer[0].text == "a" and not notes
     else:
-        assert answer.code == "replicas_lost" and "has done nothing" in notes[0]
+        assert answer.code == "replicas_lost" and "made no progress" in notes[0]

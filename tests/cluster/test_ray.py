@@ -234,7 +234,7 @@ def test_a_report_that_is_torn_on_its_way_is_no_loss(long, monkeypatch):
         assert fleet.num_ready == 2
         assert fleet.stats.requests == 200
     assert {tag: one[0].tokens for tag, one in found.items()} == alone
-    assert sum("runs, but what passed between was lost" in note for note in notes) == 3, notes
+    assert sum("runs, but messages to or from it were lost" in note for note in notes) == 3, notes
 
 
 def test_a_replica_that_stands_still_is_killed(long):
@@ -244,7 +244,7 @@ def test_a_replica_that_stands_still_is_killed(long):
         actors(job)[0].suspend()
         said = job.communicate(timeout=900)[1].decode()
     assert job.returncode == 3, said
-    assert "has done nothing for 5 s and is killed" in said
+    assert "made no progress for 5 s and is killed" in said
     assert_same(long, "long.jsonl", "hung.jsonl")
 
 
@@ -276,8 +276,8 @@ def test_what_there_is_no_room_for_is_said_at_once(alone):
     many = command(alone, "many.jsonl", *EMBED, "--replicas", "99")
     with subprocess.Popen(many, cwd=alone, env=environment(), stderr=-1, text=True) as job:
         lines_ = list(iter(job.stderr.readline, ""))
-    at = next(number for number, line in enumerate(lines_) if "were asked for" in line)
-    assert "99 replicas of 1 CPU each were asked for, and the cluster has" in lines_[at] and "start now" in lines_[at]
+    at = next(number for number, line in enumerate(lines_) if "the job needs" in line)
+    assert "the job needs 99 replicas with 1 CPU each, and the cluster has" in lines_[at] and "start now" in lines_[at]
     assert not any("rows" in line for line in lines_[:at]), "it is said before anything is computed"
     assert job.returncode == 3 and "of 99 at the end" in "".join(lines_[at:])
     assert_same(alone, "embed.jsonl", "many.jsonl")

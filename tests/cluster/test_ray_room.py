@@ -60,15 +60,15 @@ def test_gpus_of_two_nodes_are_not_those_of_one(room):
     assert room(nodes, 2, tensor_parallel=4) == (4, 2, [])
     each, count, (note,) = room(nodes, None, tensor_parallel=8)
     assert (each, count) == (8, 1) and "has 1" not in note
-    assert "8 CPU, 4 GPU; 8 CPU, 4 GPU on its nodes: 0 start now, none before there is a node with room" in note
-    assert "1 replicas of 1 CPU and 8 GPU each were asked for" in note
+    assert "8 CPU, 4 GPU; 8 CPU, 4 GPU on its nodes: 0 start now, the first when a node has enough resources" in note
+    assert "the job needs 1 replicas with 1 CPU and 8 GPU each" in note
     with pytest.raises(JobError, match="needs 1 CPU and 8 GPU, and the machine has 8 CPU, 4 GPU"):
         room(nodes[:1], None, tensor_parallel=8)
 
 
 def test_more_replicas_than_there_is_room_for(room):
     _, count, (note,) = room(TWO, 40, device="cpu")
-    assert count == 40 and "40 replicas of 1 CPU each" in note and "32 start now" in note
+    assert count == 40 and "40 replicas with 1 CPU each" in note and "32 start now" in note
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(InputError, match="already"):
         router.join("a")
     router.send(1, Prompt(np.arange(3)), "a")
-    with pytest.raises(InputError, match="sent already"):
+    with pytest.raises(InputError, match="already sent"):
         router.send(1, Prompt(np.arange(3)), "a")
     with pytest.raises(InputError, match="no policy 'best'"):
         policy_named("best")

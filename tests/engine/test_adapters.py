@@ -92,5 +92,5 @@ def test_prompts_kept_for_later_calls_have_adapters_too(folders, oracles):
 
 def test_an_adapter_that_is_not_there(llm):
     request = Request(np.array([5, 6], np.int32), namespace=Namespace("three"))
-    with pytest.raises(InputError, match="no adapter 'three'; those loaded: one, two"):
+    with pytest.raises(InputError, match="no adapter 'three'; loaded adapters: one, two"):
         run(llm, [request], Readout("last"), sharing="full", rows=4096)

@@ -38,7 +38,7 @@ def test_sequences_of_one_kind_are_those_of_transformers(folder, context, ending
         np.testing.assert_allclose(result.values, expected, atol=1e-4)
     assert llm.stats.rows_computed == len(STEM) + sum(endings)
     which = "up to" if context == TRAINED else "more than"
-    assert f"LongRoPE's factors for {which} 16 tokens, by a context_length of {context or 512}" in llm.passes
+    assert f"LongRoPE's factors for {which} 16 tokens, because context_length is {context or 512}" in llm.passes
 
 
 def test_generation_within_the_context(folder):
@@ -59,7 +59,7 @@ def test_what_is_longer_is_refused(folder, options):
 
 
 def test_a_context_that_the_model_was_not_made_for(folder):
-    with pytest.raises(CheckpointError, match="context_length is 513; the model was made for 512 tokens"):
+    with pytest.raises(CheckpointError, match="context_length is 513; the model supports at most 512 tokens"):
         LLM(str(folder), context_length=513)
 
 

@@ -138,7 +138,7 @@ def test_a_further_read_of_a_prompt_is_not_counted(folder):
 def test_a_prompt_that_the_store_cannot_hold_is_an_error_that_says_so(folder):
     with LLM(folder, **PLACE, kv_memory=1 << 14) as llm:
         slots = llm.engine.generator.scheduler.pool.num_slots
-        with pytest.raises(InputError, match=f"{slots + 1} rows.* holds {slots}") as raised:
+        with pytest.raises(InputError, match=f"{slots + 1} rows.* has only {slots}") as raised:
             ask(llm, ([as_request([1, 2]), as_request([1] * (slots + 1))], Readout("mean")))
         assert raised.value.code == "kv_memory"
         (found,) = ask(llm, ([as_request([1, 2])], Readout("mean")))

@@ -157,7 +157,7 @@ def test_a_disk_that_fails_when_the_job_begins_keeps_the_old_output(tmp_path, fs
 
     fsync_by(full)
     for _ in range(2):
-        with pytest.raises(JobError, match=r"No space left on device.*make room"):
+        with pytest.raises(JobError, match=r"No space left on device.*free disk space"):
             out.commit()
     out.close()
     assert contents(tmp_path) == kept
@@ -189,7 +189,7 @@ def test_a_full_disk_in_the_last_pass_is_one_error_and_no_temporary_file(tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr("csv.DictWriter.writerow", full)
-        with pytest.raises(JobError, match=r"cannot write .*out.csv: No space left.* make room"):
+        with pytest.raises(JobError, match=r"cannot write .*out.csv: No space left.* free disk space"):
             out.finish()
     out.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.csv.journal", "out.csv.partial"]

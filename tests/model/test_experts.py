@@ -201,7 +201,7 @@ def test_what_configs_say_of_experts():
     ("architecture", "settings", "message"),
     [
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
-        ("Qwen3MoeForCausalLM", {"num_experts": 4}, "through 8 experts of 4"),
+        ("Qwen3MoeForCausalLM", {"num_experts": 4}, "chosen is 8; it must be from 1 to the number of experts, 4"),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "without experts"),
         ("MixtralForCausalLM", {"num_experts": 4, "num_local_experts": 8}, "num_local_experts is 8"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),

@@ -171,24 +171,24 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; it must be 2, as many as SparseMixer"),
-        ("aria_text", {"hidden_act": "gelu"}, "hidden_act is gelu; Aria works with silu"),
-        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is softmax; MiniMax M2 works with sigmoid"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; it must be 2, because SparseMixer"),
+        ("aria_text", {"hidden_act": "gelu"}, "hidden_act is gelu; Aria needs silu"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is softmax; MiniMax M2 needs sigmoid"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "linear attention is not supported"),
         ("minimax_m2", {"rotary_dim": 10}, "rotary_dim is 10; it must be at most 8, the size of a head"),
         ("hunyuan_v1_moe", {"moe_topk": [1, 2, 1]}, "moe_topk is .1, 2, 1.; it must be the same in all layers"),
-        ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert is 2; Hunyuan works with 1"),
-        ("afmoe", {"score_func": "softmax"}, "score_func is softmax; AFMoE works with sigmoid"),
-        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func is softmax; a router of sigmoids works with sigmoid"),
+        ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert is 2; Hunyuan needs 1"),
+        ("afmoe", {"score_func": "softmax"}, "score_func is softmax; AFMoE needs sigmoid"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func is softmax; a router of sigmoids needs sigmoid"),
         ("cohere2_moe", {"expert_selection_fn": "max"}, "expert_selection_fn is 'max'; it must be softmax or sigmoid"),
         ("exaone_moe", {"mlp_layer_types": ["dense", "linear", "sparse"]}, "mlp_layer_types is .* dense or sparse"),
         (
             "exaone_moe",
             {"is_moe_layer": [True, True, True]},
-            "is_moe_layer is .* the layers that first_k",
+            "is_moe_layer is .* consistent with first_k",
         ),
         ("dots1", {"n_routed_experts": None}, "has no n_routed_experts"),
-        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; Solar Open works with 0"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; Solar Open needs 0"),
     ],
 )
 def test_settings_of_mixtures_that_are_refused(tmp_path, name, settings, message):

@@ -137,11 +137,11 @@ def test_an_adapter_of_layers_with_gates_of_both_kinds(tmp_path, executor):
 
 
 WRONG = {
-    "altup_active_idx": (1, UnsupportedModelError, "altup_active_idx is 1; layers compute the first stream"),
+    "altup_active_idx": (1, UnsupportedModelError, "altup_active_idx is 1; only 0, the first stream"),
     "altup_num_inputs": (9, CheckpointError, "altup_num_inputs is 9; it must be at most 8"),
     "activation_sparsity_pattern": ([0.5, 1.0, 0, 0], CheckpointError, "numbers from 0 to less than 1"),
-    "intermediate_size": ([64, 64], CheckpointError, "a list of 4, one a layer"),
-    "num_kv_shared_layers": (3, UnsupportedModelError, "no layer with keys and values of full_attention"),
+    "intermediate_size": ([64, 64], CheckpointError, "a list of 4, one per layer"),
+    "num_kv_shared_layers": (3, UnsupportedModelError, "no full_attention layer with its own keys"),
     "use_bidirectional_attention": (True, UnsupportedModelError, "both directions"),
 }
 

@@ -61,10 +61,10 @@ def test_a_checkpoint_with_towers_reads_text(tmp_path, form):
 
 
 WRONG = {
-    "num_kv_shared_layers": (3, "no layer with keys and values of full_attention"),
+    "num_kv_shared_layers": (3, "no full_attention layer with its own keys"),
     "use_bidirectional_attention": ("all", "both directions"),
-    "vocab_size_per_layer_input": (300, "must have vocab_size rows, 307"),
-    "per_layer_config": ({"0": {"head_dim": 16}}, "layers of full attention alone"),
+    "vocab_size_per_layer_input": (300, "must be vocab_size, 307"),
+    "per_layer_config": ({"0": {"head_dim": 16}}, "all full-attention layers only"),
 }
 
 

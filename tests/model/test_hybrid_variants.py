@@ -62,7 +62,11 @@ SIZES = {
 @pytest.mark.parametrize(
     ("architecture", "settings", "message"),
     [
-        ("NemotronH", {"layers_block_type": ["linear_attention", "rwkv"]}, "kind 'rwkv' are not known to Nemotron-H"),
+        (
+            "NemotronH",
+            {"layers_block_type": ["linear_attention", "rwkv"]},
+            "type 'rwkv' is not supported for Nemotron-H",
+        ),
         ("NemotronH", {"hybrid_override_pattern": "MM-"}, "no layer has attention"),
         (
             "NemotronH",
@@ -74,10 +78,14 @@ SIZES = {
         (
             "FalconH1",
             {"mamba_proj_bias": True, "ssm_in_multiplier": 2.0},
-            "ssm_in_multiplier is 2.0, and .* have biases",
+            "ssm_in_multiplier is 2.0; .* have biases",
         ),
-        ("FalconH1", {"mamba_d_ssm": 50, "mamba_n_heads": 6}, "mamba_n_heads is 6; it must be .*divides the width, 50"),
-        ("Bamba", {"attn_layer_indices": 1}, "attn_layer_indices is 1; it must be a list of numbers of layers"),
+        (
+            "FalconH1",
+            {"mamba_d_ssm": 50, "mamba_n_heads": 6},
+            "mamba_n_heads is 6; it must be .*divisor of the inner width, 50",
+        ),
+        ("Bamba", {"attn_layer_indices": 1}, "attn_layer_indices is 1; it must be a list of layer indices"),
         (
             "Bamba",
             {"time_step_limit": 0.5, "attn_layer_indices": [1], "mamba_n_heads": 6},

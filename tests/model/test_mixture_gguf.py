@@ -161,13 +161,13 @@ def test_a_file_gives_what_its_checkpoint_does(tmp_path, arch, executor):
 @pytest.mark.parametrize(
     ("arch", "more", "message"),
     [
-        ("glm4moe", {"expert_gating_func": 1}, "expert_gating_func 1; only 2 is supported"),
-        ("minimax-m2", {"expert_weights_scale": 2.5}, "expert_weights_scale is 2.5; factors of experts are not"),
+        ("glm4moe", {"expert_gating_func": 1}, "expert_gating_func 1; for this architecture only 2 is supported"),
+        ("minimax-m2", {"expert_weights_scale": 2.5}, "expert_weights_scale is 2.5; factors on experts are not"),
         ("ernie4_5-moe", {"expert_shared_feed_forward_length": 40}, "length is 40; it must be 2 times the width of an"),
-        ("hunyuan-moe", {"expert_shared_count": 2}, "num_shared_expert is 2; Hunyuan works with 1"),
+        ("hunyuan-moe", {"expert_shared_count": 2}, "num_shared_expert is 2; Hunyuan needs 1"),
         ("deepseek2 old", {"expert_weights_norm": True}, "expert_weights_norm is True; it must be false: routers with"),
         ("deepseek2 yarn", {"rope.scaling.yarn_log_multiplier": {"x"}}, "yarn_log_multiplier is 'x'"),
-        ("afmoe", {"expert_weights_norm": False}, "route_norm is False; AFMoE works with True"),
+        ("afmoe", {"expert_weights_norm": False}, "route_norm is False; AFMoE needs True"),
     ],
 )
 def test_keys_that_are_refused(tmp_path, arch, more, message):

@@ -278,7 +278,7 @@ def test_a_buffer_has_rows_of_one_width():
     config = ModelConfig(30, 6, 1, 1, 1, 2, 5, 1e-3, RopeConfig(), 20, (Plane(),))
     wide, narrow = (Linear("x", "wide", Weight((("w", rows),), (6,))) for rows in (8, 5))
     assert widths_of(config, [[wide], [wide]])["wide"] == 8
-    with pytest.raises(ValueError, match="'wide' has rows of 8 numbers, and of 5"):
+    with pytest.raises(ValueError, match="'wide' has rows of 8 and of 5 elements"):
         widths_of(config, [[wide], [narrow]])
 
 

@@ -146,8 +146,11 @@ def test_heads_whose_halves_are_stored_in_turn(tmp_path):
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        (lambda config: {}, "'MyForCausalLM' returned a dict, not a ModelConfig, whose fields are vocab_size, hidden,"),
-        (lambda config: ModelConfig(hidden_size=64), "TypeError.*'hidden_size'; the fields of ModelConfig are .*dtype"),
+        (
+            lambda config: {},
+            "'MyForCausalLM' returned a dict, not a ModelConfig; ModelConfig has the fields vocab_size, hidden,",
+        ),
+        (lambda config: ModelConfig(hidden_size=64), "TypeError.*'hidden_size'; ModelConfig has the fields .*dtype"),
         (lambda config: config["layers"], "'MyForCausalLM' failed with KeyError: 'layers'"),
         (lambda config: ModelConfig(config.size("hiden")), r"config\.json has no hiden"),
     ],

@@ -102,7 +102,7 @@ def test_every_part_is_held_by_somebody(kv_heads, group, size, width, vocab):
 
 
 def test_more_ranks_than_heads_are_refused():
-    with pytest.raises(InputError, match="tensor_parallel is 7, the model has 6 heads"):
+    with pytest.raises(InputError, match="tensor_parallel is 7, but the model has 6 heads"):
         Shard.of(CONFIG, 0, 7)
 
 

@@ -276,5 +276,5 @@ def test_uploaded_files(llm, tmp_path, read_by, paths):
                 ask(client, id)
             assert "messages[0].content[0]" in str(error.value) and "k-a" not in str(error.value)
         assert owner.files.delete(file.id).deleted
-        with pytest.raises(openai.BadRequestError, match="uploaded file, and there is none"):
+        with pytest.raises(openai.BadRequestError, match="no uploaded file has this id"):
             ask(owner, file.id)

@@ -118,7 +118,7 @@ def test_neither_keys_nor_prompts_are_logged(locked, llm, start_by, caplog, capf
         metrics = client.get("/metrics", headers=ADMIN).text
     said = capfd.readouterr()
     written = caplog.text + said.out + said.err + metrics
-    assert "the step failed" in written and "read again" in written
+    assert "the step failed" in written and "reloaded" in written
     assert secret not in written and "sk-" not in written
 
 

@@ -85,7 +85,7 @@ def test_bad_requests(server):
             assert (found.status_code, error["code"]) == (status, code), error
         assert "GET /docs shows the paths" in client.post("/v1/nothing", content=b"{}").json()["error"]["message"]
         found = client.get("/models").json()["error"]
-        assert found["message"] == "there is no '/models'; ask for /v1/models: an OpenAI client's base URL ends in /v1"
+        assert found["message"] == "there is no '/models'; use /v1/models: an OpenAI client's base URL ends in /v1"
         found = client.get("/v1/completions")
         assert found.status_code == 405 and found.json()["error"]["message"].endswith("does not take GET; use POST")
         found = client.post("/v1/completions", content=b'{"prompt": "a", "max_token": 1}').json()["error"]
@@ -254,7 +254,7 @@ def test_limits_of_a_key(llm, tmp_path):
             assert reply.owner == Owner("second", is_batch=True)
             refused = ask("two")
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-            assert "of yours" in refused.json()["error"]["message"]
+            assert "of your" in refused.json()["error"]["message"]
             others = Raw(server).send("/v1/completions", body, headers="x-api-key: one\r\n")
             until(lambda: server.state.handler.backpressure.waiting[0] == 2)
         for raw in (waiting, others):

@@ -287,18 +287,18 @@ FORCED: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "its attention is in both directions"),
     "roberta": ({}, "its attention is in both directions"),
-    "bloom": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
-    "mpt": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
-    "mamba": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
+    "bloom": ({}, "its modules take no position_ids, so rows cannot have their own positions"),
+    "mpt": ({}, "its modules take no position_ids, so rows cannot have their own positions"),
+    "mamba": ({}, "its modules take no position_ids, so rows cannot have their own positions"),
     "openai-gpt": ({}, "its attention does not go through transformers' attention interface"),
     "xglm": ({}, "its attention does not go through transformers' attention interface"),
     "doge": ({}, "it makes masks of its own"),
     "llama4_text": ({}, "its attention is weighed by a count of rows, not by position_ids (attn_temperature_tuning)"),
     "lfm2": (
         {"layer_types": ["conv", "full_attention", "conv"]},
-        "rows that prompts share give other hidden states than whole prompts do",
+        "rows that prompts share have other hidden states than whole prompts",
     ),
-    "recurrent_gemma": ({}, "rows that prompts share give other hidden states than whole prompts do"),
+    "recurrent_gemma": ({}, "rows that prompts share have other hidden states than whole prompts"),
 }
 
 

@@ -346,7 +346,7 @@ def test_the_adapter_that_the_settings_name_is_loaded_and_used(folders, llms, tm
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("lora", "and there is none"), ("../lora", "not inside"), ("/tmp", "not inside"), (".", "not inside")],
+    [("lora", "which does not exist"), ("../lora", "not inside"), ("/tmp", "not inside"), (".", "not inside")],
 )
 def test_an_adapter_is_loaded_from_a_folder_of_the_model_alone(folders, name, says):
     with pytest.raises(CheckpointError, match=says):
@@ -444,8 +444,8 @@ def test_prompts_of_vllm(llms, question, said):
         ({"temperature": {"noul": 0}}, "temperature of decision.json"),
         ({"noul_options": ["yes", "no"]}, "noul_options of decision.json"),
         ({"sanitize_control_tokens": "no"}, "sanitize_control_tokens"),
-        ({"labels": {"noul": ["Certainly", "no"]}}, "for noul questions 'Certainly', which the tokenizer"),
-        ({"labels": {"choice": ["A", "B", "A"]}}, "for choice questions 'A', which the tokenizer"),
+        ({"labels": {"noul": ["Certainly", "no"]}}, "not a single token: 'Certainly'"),
+        ({"labels": {"choice": ["A", "B", "A"]}}, "not a single token: 'A'"),
     ],
 )
 def test_settings_that_are_wrong_are_refused_at_load(folders, settings, says):

@@ -22,8 +22,8 @@ RAISING = [
     ("{{ raise_exception('\\ud800') }}", "ud800"),
     ("{% include 'x' %}", "TypeError|loader"),
     ("{{ missing(99) }}", "undefined"),
-    ("{{ 'a' * 10 ** 18 }}", "it took more memory than there is"),
-    ("{{ namespace(__call__=1) }}", "may not: .*__call__"),
+    ("{{ 'a' * 10 ** 18 }}", "it needs more memory than there is"),
+    ("{{ namespace(__call__=1) }}", "may not do: .*__call__"),
     ("{{ dict.update(messages[0], role='x') }}", "no attribute 'update'"),
     ("{{ 1 / 0 }}", "ZeroDivisionError"),
 ]

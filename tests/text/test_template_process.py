@@ -128,7 +128,7 @@ def test_memory_that_programs_of_other_templates_hold_is_free_for_a_template(sma
 
 def test_systems_that_do_not_limit_memory(templates, monkeypatch):
     monkeypatch.setattr(template_process.sys, "platform", "darwin")
-    with pytest.raises(InputError, match="refused on darwin: their memory could not be limited; name one") as caught:
+    with pytest.raises(InputError, match="refused on darwin, which cannot limit their memory; name one") as caught:
         templates.render([USER], template=CHAT, in_subprocess=True)
     assert (caught.value.field, caught.value.code) == ("chat_template", "unsupported")
     assert (
@@ -166,7 +166,7 @@ def test_the_process_ends_in_compiled_code_too(holed, call):
 
 def test_memory_and_files_of_the_process(holed, tmp_path):
     pytest.importorskip("resource")
-    with pytest.raises(InputError, match="it took more memory than there is") as caught:
+    with pytest.raises(InputError, match="it needs more memory than there is") as caught:
         holed.render([USER], template="{{ fill() }}", in_subprocess=True)
     assert caught.value.code == "template_limit"
     with pytest.raises(InputError):

@@ -223,7 +223,7 @@ def test_gguf_tokenizers_of_other_kinds_are_refused(backends, key, value):
 def test_a_gguf_file_that_does_not_name_its_pre_tokenizer_is_told(backends):
     """llama.cpp, too, takes it for GPT-2's, and says so."""
     backend = Backend.from_str(backends["gpt-2"])
-    with pytest.warns(RuntimeWarning, match=r"has no tokenizer\.ggml\.pre: texts are split as GPT-2 splits") as told:
+    with pytest.warns(RuntimeWarning, match=r"has no tokenizer\.ggml\.pre, so texts are split like GPT-2") as told:
         tokenizer = load_tokenizer(GgufCheckpoint(gguf_metadata(backend, None)))
     assert len(told) == 1 and "\n" not in str(told[0].message)
     with warnings.catch_warnings():

@@ -139,7 +139,7 @@ def test_errors(tmp_path, batch_and_numbers):
     batch, values, old, _ = batch_and_numbers
     folder = tiny_checkpoint(tmp_path, tokenizer=False)
     odd = TrainBatch.build(trainable(folder).config, group(0, completions=3)[0])
-    with pytest.raises(InputError, match="is not made of pairs"):
+    with pytest.raises(InputError, match="does not consist of pairs"):
         dpo_loss(torch.zeros(odd.num_targets), torch.zeros(odd.num_targets), odd)
     with pytest.raises(InputError, match="kl and reference"):
         group_loss(values, old, torch.ones(4), batch, kl=0.1)

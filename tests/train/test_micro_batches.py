@@ -104,7 +104,7 @@ def test_without_groups_each_sequence_is_by_itself(model):
 
 def test_errors(model):
     some, prompts, groups = pairs(2)
-    with pytest.raises(InputError, match=r"the group of sequence 2 has 16 rows; a batch may have 15"):
+    with pytest.raises(InputError, match=r"the group of sequence 2 has 16 rows; the maximum is 15"):
         micro_batches(model.config, some, prompt_lengths=prompts, groups=groups, max_rows=15)
     with pytest.raises(InputError, match="3 group numbers for 4 sequences"):
         micro_batches(model.config, some, groups=[0, 0, 1], max_rows=100)

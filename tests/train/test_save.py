@@ -152,7 +152,7 @@ def test_a_model_with_a_tower_is_not_saved(tmp_path):
 
     checkpoint = resolve(str(tiny_vision(tmp_path, "smolvlm")))
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", pack=False)
-    with pytest.raises(UnsupportedModelError, match="has a tower"):
+    with pytest.raises(UnsupportedModelError, match="has an image tower"):
         save_model(model, checkpoint, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 

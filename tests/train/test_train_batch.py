@@ -100,7 +100,7 @@ def test_sums_means_and_parts():
         ([[1, 2]], {"masks": [[0, 1]], "prompt_lengths": [1]}, "both"),
         ([[1, 2], [3, 307]], {}, "sequence 1, position 1: token id 307 is not below the vocabulary size 307"),
         ([[1, 2], [-3, 4]], {}, "sequence 1, position 0: token id -3 is negative"),
-        ([[1, 2], [1] * 14], {}, "sequence 1 has 13 tokens before its last target; the model takes 12"),
+        ([[1, 2], [1] * 14], {}, "sequence 1 has 13 tokens before its last target; the maximum is 12"),
         ([[1, 2]], {"sharing": "some"}, "sharing is 'some'"),
         ([[0.5, 2.0]], {}, "dtype float64"),
     ],

@@ -99,7 +99,7 @@ def test_the_probe_catches_a_channel_of_huge_activations(tmp_path):
     break_layer(folder, 1)
     model = load(folder, int8=TOKENS)
     assert in_int8(model) == [True, False, True]
-    assert re.search(r"int8 arithmetic in 2 of 3 layers .*; float32 in those .*: 1 \(0\.\d+\)", model.stored_as)
+    assert re.search(r"int8 arithmetic in 2 of 3 layers .*; float32 in layers .*: 1 \(0\.\d+\)", model.stored_as)
     assert cosines(hidden(load(folder)), hidden(model)).min() > 0.99
 
 
@@ -172,7 +172,7 @@ def config_of(folder):
 def test_refusals_of_a_machine(tmp_path):
     config = config_of(tiny_checkpoint(tmp_path, "llama"))
     options = {"weights": "auto", "ranks": 1, "is_quantised": False}
-    with pytest.raises(InputError, match="this is cuda, and int8 is computed on CPUs"):
+    with pytest.raises(InputError, match="the device is cuda, and int8 runs only on CPUs"):
         int8.check_int8(config, "bfloat16", "cuda", **options)
     for in_use, match in ((None, "no compiled kernels here"), (SimpleNamespace(has_int8=False), "no VNNI")):
         with kernels_in_use(in_use), pytest.raises(InputError, match=match):
@@ -184,7 +184,7 @@ def test_weights_that_are_quantised_already(tmp_path):
     config = config_of(tiny_checkpoint(tmp_path, "llama"))
     with pytest.raises(InputError, match="quantised already") as error:
         int8.check_int8(config, "float32", "cpu", weights="int8", ranks=1, is_quantised=True)
-    assert "its blocks are used as they are" in str(error.value)
+    assert "the blocks are used directly" in str(error.value)
 
 
 @needs_int8
@@ -199,7 +199,7 @@ def test_matrices_of_mixed_types_are_counted(tmp_path):
 @needs_int8
 def test_the_torch_executor_has_none(tmp_path):
     folder = str(tiny_checkpoint(tmp_path, "llama"))
-    with pytest.raises(InputError, match=r"no int8 arithmetic in PyTorch's executor.*executor auto"):
+    with pytest.raises(InputError, match=r"PyTorch's executor has no int8 arithmetic.*executor auto"):
         LLM(folder, device="cpu", dtype="float32", arithmetic="int8", executor="torch")
 
 

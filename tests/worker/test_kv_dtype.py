@@ -65,6 +65,6 @@ def test_a_slot_takes_half_of_the_memory(folder):
 
 @pytest.mark.parametrize("dtype", ["float16"])
 def test_a_dtype_that_is_kept_as_it_is(folder, dtype):
-    with pytest.raises(InputError, match="keys and values of float16 on cpu are kept as they are") as error:
+    with pytest.raises(InputError, match="kv_dtype bfloat16 is not supported with dtype float16 on cpu") as error:
         LLM(folder, dtype=dtype, device="cpu", kv_dtype="bfloat16")
     assert error.value.field == "kv_dtype"

@@ -155,5 +155,5 @@ def test_a_step_that_goes_on_with_rows_that_are_not_there(llm):
         spool.add(as_request([1, 2, 3, 4]))
         window = next(iter(spool.windows(max_tokens=1 << 20)))
     scheduler = WindowPlanner(window, Readout("last"), sharing="full", max_batch_rows=9)
-    with pytest.raises(ValueError, match="goes on with 2 rows, its stream left 0"):
+    with pytest.raises(ValueError, match="needs a path of 2 rows, but its stream has 0"):
         llm.engine.worker.start(scheduler.step(2, 4).message)

@@ -277,7 +277,10 @@ def test_each_rank_widens_its_part_of_a_file_in_blocks(tmp_path):
 
 def test_blocks_of_a_file_are_refused(tmp_path):
     folder = tiny_checkpoint(tmp_path, "llama")
-    with pytest.raises(InputError, match="no code for that on several ranks; leave --weights out"):
+    with pytest.raises(
+        InputError,
+        match="a model on several ranks cannot use weights as the checkpoint stores them; leave --weights out",
+    ):
         worker_of(folder, "native", "float32", ranks_of(2)[0], weights="file")
 
 

@@ -79,7 +79,7 @@ def test_ranks_that_share_no_memory(folder, monkeypatch):
         assert split.model.ranks.view is None
         np.testing.assert_allclose(split.embed(["some text"]), alone.embed(["some text"]), rtol=1e-5, atol=1e-5)
         assert split.generate("some text", max_tokens=5).text == alone.generate("some text", max_tokens=5).text
-        with pytest.raises(InputError, match=r"torch\.distributed is in use"):
+        with pytest.raises(InputError, match=r"torch\.distributed is already in use"):
             LLM(folder, **PLACE, tensor_parallel=2)
 
 
@@ -167,7 +167,7 @@ def test_more_ranks_than_heads(folder):
 
 def test_windows_is_refused(folder, monkeypatch):
     monkeypatch.setattr(tensor_parallel, "sys", SimpleNamespace(platform="win32"))
-    with pytest.raises(InputError, match="not split over processes on Windows; leave it out"):
+    with pytest.raises(InputError, match="Windows cannot split a model over processes; leave it out"):
         LLM(folder, **PLACE, tensor_parallel=2)
 
 

@@ -1,4 +1,4 @@
-"""Where the K/V of a row lies, and how long it stays: slots, the radix tree, and the radix cache. No torch."""
+"""The KV cache: where K/V is stored and how long it stays (slots, radix tree, radix cache). No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accounts of a cache: how many rows it holds for each tenant, and which tenant gives rows when room is needed."""
+"""Accounts of a cache: how many rows each tenant has in it, and which tenant loses rows next."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 
 from ...spec.requests import Share
 
-# The rows of a tenant that has not used any of them for so many seconds are evicted first.
+# Rows of a tenant that has not used any of its rows for this many seconds are evicted first.
 IDLE_SECONDS = 600.0
 
 
 class Account:
-    """An Account counts the rows that the cache keeps for one tenant.
+    """The rows that the cache keeps for one tenant.
 
-    rows       how many of its rows may be evicted
-    num_slots  how many slots its nodes and tails hold, whether kept, pinned or in use
-    nodes      how many of its nodes are kept
-    leaves     a heap of its nodes that can be evicted now; the RadixCache fills it
-    used_at    the time at which the tenant last used any of its rows
+    Attributes:
+        rows: How many of its rows may be evicted.
+        num_slots: How many slots its nodes and tails occupy: kept, pinned or in use.
+        nodes: How many of its nodes are kept.
+        leaves: A heap of its nodes that can be evicted now; the RadixCache fills it.
+        used_at: When the tenant last used any of its rows.
     """
 
     __slots__ = (
@@ -40,7 +41,7 @@ class Account:
         self.weight, self.max_rows = share.weight, share.max_kept_rows
 
     def hold(self, slots: int) -> None:
-        """Books that nodes of the tenant hold so many more slots."""
+        """Record that nodes of the tenant occupy `slots` more slots."""
         self.num_slots += slots
         if not self.has_grown:
             self.has_grown = True
@@ -48,35 +49,34 @@ class Account:
 
     @property
     def size(self) -> float:
-        """Returns the slots that the tenant holds, over its weight; the largest account gives rows first."""
+        """The tenant's slots divided by its weight. The largest account loses rows first."""
         return max(self.num_slots, self.rows) / self.weight
 
 
 class Accounts:
-    """An Accounts holds the accounts of a cache. The cache is shared by weights: the account with the most slots
-    over its weight gives rows first."""
+    """The accounts of a cache shared by weight: the account with the most slots per weight loses rows first."""
 
     def __init__(self) -> None:
         self._share_of: Callable[[Hashable], Share] = lambda tenant: Share()
         self._by_tenant: dict[Hashable, Account] = {}
         self._numbers = itertools.count()
-        self.grown: list[Account] = []  # accounts that hold more slots than at the last call of `next`
+        self.grown: list[Account] = []  # accounts with more slots than at the last call of `next`
         self.clear()
 
     def clear(self) -> None:
         for account in self._by_tenant.values():
             account.rows, account.num_slots, account.nodes, account.leaves = 0, 0, 0, []
-        # The accounts with rows, in the order in which they were used last.
+        # The accounts with rows, least recently used first.
         self.with_rows: OrderedDict[Account, None] = OrderedDict()
-        # A heap of (-size, number, account): an account is entered whenever it has become larger, and an entry with an
-        # old size is corrected when it comes to the head.
+        # A heap of (-size, number, account). An account is pushed whenever it has grown; an entry with an outdated size
+        # is corrected when it reaches the head.
         self.by_size: list[tuple[float, int, Account]] = []
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._by_tenant.values())
 
     def of(self, tenant: Hashable) -> Account:
-        """Returns the account of a tenant, a new one where there is none."""
+        """Return the account of a tenant; create it if it does not exist."""
         account = self._by_tenant.get(tenant)
         if account is None:
             account = self._by_tenant[tenant] = Account(tenant, self._share_of(tenant), self.grown)
@@ -86,12 +86,12 @@ class Accounts:
         return len(self._by_tenant)
 
     def keep_only(self, accounts: Iterable[Account]) -> None:
-        """Forgets all other accounts, which must have no rows."""
+        """Forget all other accounts, which must have no rows."""
         self._by_tenant = {account.tenant: account for account in accounts}
         self.grown[:] = [account for account in self.grown if self._by_tenant.get(account.tenant) is account]
 
     def set_shares(self, share_of: Callable[[Hashable], Share]) -> None:
-        """Sets the shares of all tenants, now and of accounts that come later."""
+        """Set the shares of all existing and future accounts."""
         self._share_of = share_of
         for account in self._by_tenant.values():
             account.set_share(share_of(account.tenant))
@@ -99,13 +99,13 @@ class Accounts:
         self._enter_all()
 
     def use(self, account: Account, now: float) -> None:
-        """Books that the tenant used its rows."""
+        """Record that the tenant used its rows."""
         account.used_at = now
         if account in self.with_rows:
             self.with_rows.move_to_end(account)
 
     def add(self, account: Account, rows: int) -> None:
-        """Books that an account has `rows` more rows, or fewer if `rows` is negative."""
+        """Record that an account has `rows` more rows, or fewer if `rows` is negative."""
         account.rows += rows
         if rows < 0 and not account.rows:
             self.with_rows.pop(account, None)
@@ -115,11 +115,11 @@ class Accounts:
             if is_new and len(self.with_rows) == 2:
                 self.by_size.clear()
                 self._enter_all()
-            elif len(self.with_rows) > 1:  # a tenant alone needs no order
+            elif len(self.with_rows) > 1:  # a single tenant needs no order
                 self._enter(account)
 
     def next(self, now: float) -> Account | None:
-        """Returns the account that gives rows next; None if no account has rows."""
+        """Return the account that loses rows next; None if no account has rows."""
         if not self.with_rows:
             return None
         oldest = next(iter(self.with_rows))

@@ -1,8 +1,8 @@
-"""Events of a cache: numbered messages about the rows that it holds, from which a router knows where rows are.
+"""Events of a cache: numbered messages about its rows, by which a router knows where rows are.
 
-A *run* is a stretch of rows of one path that are held together; the reporter gives each run a name. Events are plain
-data, and go to other processes as they are. After an event was lost, the reporter sends `CacheCleared`, and then all
-rows that are held as if they were new.
+A *run* is a stretch of rows on one path that are stored and removed together; the reporter names each run. Events are
+plain data and can be sent to other processes. If an event was lost, the reporter sends `CacheCleared`, and then reports
+all rows as if they were new.
 """
 
 from __future__ import annotations
@@ -19,23 +19,17 @@ from .tree import Node, RowTrie
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowsStored:
-    """A RowsStored says that n more rows are held.
+    """n more rows are held."""
 
-    run        the run of the rows
-    after      the run that they follow; `run` itself: that run grows at its end; None: they begin at position 0
-    tokens     the token ids of the rows, int32 [n]
-    namespace  the namespace of rows that begin at position 0; rows of two namespaces share nothing
-    """
-
-    run: Hashable
-    after: Hashable | None
-    tokens: np.ndarray
-    namespace: Hashable = NO_NAMESPACE
+    run: Hashable  # the run of the rows
+    after: Hashable | None  # the run before them; `run` itself if that run grows at its end; None: from position 0
+    tokens: np.ndarray  # int32 [n]: the token ids of the rows
+    namespace: Hashable = NO_NAMESPACE  # for rows from position 0; namespaces share no rows
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A Cut says that a run is now two: its first `size` rows are the run `upper`, and the others keep its name."""
+    """A run is now two: its first `size` rows are the run `upper`, and the others keep its name."""
 
     run: Hashable
     upper: Hashable
@@ -44,14 +38,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class RowsRemoved:
-    """A RowsRemoved says that the rows of a run are no longer held. The runs that follow it may still be."""
+    """The rows of a run are no longer held. The runs after it may still be held."""
 
     run: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """A CacheCleared says that no rows are held any more."""
+    """No rows are held any more."""
 
 
 CacheEvent = RowsStored | Cut | RowsRemoved | CacheCleared
@@ -59,25 +53,21 @@ CacheEvent = RowsStored | Cut | RowsRemoved | CacheCleared
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CacheEvents:
-    """A CacheEvents holds consecutive events of one cache.
+    """Consecutive events of one cache."""
 
-    epoch  differs after a restart of the cache, when numbers begin again
-    first  the number of the first of the events; numbers begin at 0
-    """
-
-    epoch: Hashable
-    first: int
+    epoch: Hashable  # changes when the cache restarts; numbers then restart at 0
+    first: int  # number of the first of these events
     events: tuple[CacheEvent, ...]
 
 
 class EventLog:
-    """An EventLog numbers the events of a cache, which is empty when an epoch begins."""
+    """Numbers the events of a cache, which is empty at the start of an epoch."""
 
     def __init__(self, epoch: Hashable = 0):
         self.begin(epoch)
 
     def begin(self, epoch: Hashable) -> None:
-        """Begins a new epoch, and drops the events that were not fetched."""
+        """Start a new epoch, and drop the events that were not fetched."""
         self._epoch, self._first = epoch, 0
         self._pending: list[CacheEvent] = [CacheCleared()]
 
@@ -85,7 +75,7 @@ class EventLog:
         self._pending += events
 
     def drain(self) -> CacheEvents | None:
-        """Returns the events since the last call; None if there are none."""
+        """Return the events since the last call; None if there are none."""
         if not self._pending:
             return None
         events = CacheEvents(self._epoch, self._first, tuple(self._pending))
@@ -95,13 +85,14 @@ class EventLog:
 
 
 class CacheReporter:
-    """A CacheReporter records the changes of a radix tree as events, from the moment it is made.
+    """Records the changes of a radix tree as events, from its creation on.
 
-    The names of runs are numbers. The rows of a tail are reported when they are entered into the tree. All methods are
-    called by the thread that changes the tree, between two changes.
+    The names of runs are numbers. The rows of a tail are reported when they enter the tree. The thread that changes the
+    tree calls all methods, between two changes.
 
-    max_pending  the most events that wait to be fetched; when there are more, they are dropped, and the next call of
-                 `drain` reports all held rows anew
+    Args:
+        max_pending: Limit on events that wait to be fetched. Beyond it, all are dropped, and the next call of `drain`
+            reports all held rows again.
     """
 
     def __init__(self, tree: RowTrie, *, epoch: Hashable = 0, max_pending: int = 1 << 16):
@@ -109,11 +100,11 @@ class CacheReporter:
         self._epoch = epoch
         self._max_pending = max_pending
         self._names = itertools.count()
-        self._runs: dict[Node, tuple[int, int]] = {}  # the name of a node's run, and how many of its rows were reported
+        self._runs: dict[Node, tuple[int, int]] = {}  # node -> name of its run, number of reported rows
         self._pending: list[CacheEvent] = []
         self._first = 0
         self._limit: float = max_pending
-        self._has_lost = False  # whether events were dropped, so that `drain` reports all rows anew
+        self._has_lost = False  # events were dropped, so `drain` must report all rows again
         tree.on_store.append(self._store)
         tree.on_split.append(self._split)
         tree.on_drop.append(self._drop)
@@ -121,14 +112,14 @@ class CacheReporter:
         self._report_all()
 
     def close(self) -> None:
-        """Ends the reporting."""
+        """Stop reporting."""
         self._tree.on_store.remove(self._store)
         self._tree.on_split.remove(self._split)
         self._tree.on_drop.remove(self._drop)
         self._tree.on_clear.remove(self._clear)
 
     def drain(self) -> CacheEvents | None:
-        """Returns the events since the last call; None if there are none."""
+        """Return the events since the last call; None if there are none."""
         if self._has_lost:
             self._report_all()
         if not self._pending:
@@ -139,7 +130,7 @@ class CacheReporter:
         return report
 
     def snapshot(self) -> CacheEvents:
-        """Returns events that report all held rows anew; events that were not fetched are dropped."""
+        """Return events that report all held rows again; events that were not fetched are dropped."""
         self._has_lost = True
         report = self.drain()
         assert report is not None
@@ -185,7 +176,7 @@ class CacheReporter:
     def _report(self, node: Node, rows: int) -> None:
         if rows == self._runs.get(node, (0, 0))[1]:
             return
-        # Rows that an ended sequence left may lie below rows that are still to be computed: these get a name meanwhile.
+        # An ended sequence may leave rows below rows that are not computed yet. The latter get a name for now.
         partly: list[Node] = []
         above = node.parent
         while above is not None and above.parent is not None and self._runs.get(above, (0, 0))[1] < len(above):
@@ -207,7 +198,7 @@ class CacheReporter:
         assert above is not None
         after = name if reported else None if above.parent is None else self._runs[above][0]
         namespace = above.namespace if above.parent is None else ()
-        # A copy: a slice would keep all tokens of the node in memory.
+        # Copy: a slice would keep all tokens of the node in memory.
         self._runs[node] = (name, rows)
         self._add(RowsStored(name, after, np.array(node.tokens[reported:rows], np.int32), namespace))
 

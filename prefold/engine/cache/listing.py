@@ -1,4 +1,4 @@
-"""Lists what a radix tree holds at one moment: the rows of each namespace, and its paths."""
+"""A snapshot of a radix tree: the rows of each namespace, and its paths."""
 
 from __future__ import annotations
 
@@ -9,40 +9,33 @@ from .tree import Node, RowTrie
 
 
 class HeldRows(NamedTuple):
-    """A HeldRows counts the computed rows of a namespace: those that are kept for later requests, those that are
-    pinned, those that sequences use; and its nodes."""
+    """The computed rows of a namespace, and its nodes."""
 
-    kept: int = 0
+    kept: int = 0  # kept for later requests
     pinned: int = 0
-    in_use: int = 0
+    in_use: int = 0  # used by sequences
     nodes: int = 0
 
 
 class Part(NamedTuple):
-    """A Part is a run of a path's tokens. start: the place of the first one; above: the Part above it"""
+    """A run of a path's tokens."""
 
     tokens: Any
-    start: int
+    start: int  # position of the first token
     above: Part | None
 
 
 class TreePath(NamedTuple):
-    """A TreePath is a path from a root down to a leaf, or down to the last token of a sequence.
+    """A path from a root to a leaf, or to the last token of a sequence."""
 
-    end         the last of its parts
-    shared      how many leading tokens it shares with the path before it
-    is_running  whether a sequence uses it
-    namespace   the namespace of its root
-    """
-
-    end: Part
-    shared: int
-    is_running: bool
+    end: Part  # its last part
+    shared: int  # leading tokens that it shares with the path before it
+    is_running: bool  # a sequence uses it
     namespace: Hashable
 
 
 def held_rows(tree: RowTrie) -> dict[Hashable, HeldRows]:
-    """Returns the rows of each namespace."""
+    """Return the rows of each namespace."""
     rows = {}
     for namespace, root in tree.roots.items():
         counts = {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0}
@@ -63,15 +56,16 @@ def paths_of(
     most: int,
     wants: Callable[[Hashable], bool] | None = None,
 ) -> list[TreePath]:
-    """Returns at most so many paths of a tree, depth-first: one for each leaf, and one for each sequence that runs.
+    """Return at most `most` paths of a tree, depth-first: one per leaf, and one per running sequence.
 
-    The tree may change afterwards: the paths refer to nothing of it but tokens, which stay as they are.
+    The tree may change afterwards: the paths refer only to tokens, which never change.
 
-    tails  {node: the tokens of each sequence that goes on below it}
-    wants  whether the paths of a namespace are wanted; None: all are
+    Args:
+        tails: {node: the tokens of each sequence that continues below it}.
+        wants: wants(namespace) -> True to include its paths; None: include all.
     """
     paths: list[TreePath] = []
-    # (node, the part above it, how many tokens the next path shares with the path before it, its namespace)
+    # (node, the part above it, tokens that the next path shares with the path before it, its namespace)
     stack: list[tuple[Node, Part | None, int, Hashable]] = []
     for namespace, root in reversed(list(tree.roots.items())):
         if wants is None or wants(namespace):
@@ -86,7 +80,7 @@ def paths_of(
             paths.append(TreePath(end, common, is_running, namespace))
             common = node.stop
         children = _last_first(node.children.values())
-        # The first of them shares all that the node before it did, the others what is above them.
+        # The first child shares as much as the node did, the others share the node too.
         stack += [(child, part, node.stop, namespace) for child in children[:-1]]
         stack += [(child, part, common, namespace) for child in children[-1:]]
     return paths

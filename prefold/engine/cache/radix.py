@@ -1,8 +1,8 @@
-"""The radix cache: it keeps rows of sequences that have ended, for later prompts that begin with the same tokens.
+"""The radix cache: keeps rows of ended sequences for later prompts with the same first tokens.
 
-Rows are kept where they are, in the radix tree and in their slots. A later prompt is entered into the tree in any case,
-token for token, and meets the kept rows there. So a lookup costs nothing of its own, and the reuse is exact. Only with
-`CacheOptions.shifted` are rows also reused at other positions: see the room `shifted`.
+Kept rows stay in the radix tree and in their slots. A later prompt is inserted into the tree anyway, and meets the kept
+rows there. So a lookup costs nothing extra, and the reuse is exact. Only with `CacheOptions.shifted` are rows also
+reused at other positions (see `features/shifted`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from .tree import Node, RowTrie
 
 
 class RadixCache:
-    """A RadixCache holds the kept nodes of a radix tree: nodes whose rows are computed and that no sequence uses.
+    """The kept nodes of a radix tree: their rows are computed, and no sequence uses them.
 
-    rows      how many rows may be evicted
-    seconds   the time spent in the cache
-    accounts  an account for each tenant
-    clock     returns the time in seconds; tests pass their own
+    Attributes:
+        rows: How many rows may be evicted.
+        seconds: The time spent in the cache.
+        accounts: One account per tenant.
+        namespace_of: namespace_of(namespace of a request, its question, its tokens) -> the namespace of its rows. The
+            scheduler sets it.
 
-    namespace_of  returns the namespace of a prompt's rows, by its request's namespace, what is asked, and its tokens;
-                  the scheduler sets it
+    Args:
+        clock: Returns the time in seconds; tests pass their own.
     """
 
     def __init__(
@@ -50,21 +52,23 @@ class RadixCache:
         self._clock = clock
         self.kept: dict[Node, None] = {}
         self._next_expiry = 0.0
-        # The heap `leaves` of an account has an entry (worth, place, node) for each kept node without children and
-        # pins, which can be evicted now. A node is entered again with a new place when this becomes true again; an
-        # entry with an old place is skipped when it comes to the head.
+        # The heap `leaves` of an account has an entry (worth, place, node) for each kept node that can be evicted now:
+        # it has no children and no pins. When this becomes true again, the node is pushed again with a new place. An
+        # entry with an old place is skipped at the head.
         self.accounts = Accounts()
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
         self.namespace_of: Callable[..., Namespace] = lambda namespace, asked, tokens: namespace
-        self._most_accounts = 1024  # above that, accounts without rows are forgotten
+        self._most_accounts = 1024  # above this number, accounts without rows are forgotten
         tree.account_of = self._account_of
-        self._by_age: list[tuple[float, int, Node]] = []  # such a heap by age, for a time to live
+        self._by_age: list[tuple[float, int, Node]] = []  # the same kind of heap, by age, for the TTL
         self._places = itertools.count(1)
         tree.on_split.append(self._split)
 
     def keep(self, node: Node) -> None:
-        """Keeps the computed rows of a node that no sequence uses any more, and drops its other rows. Its children
-        must have been kept or dropped before."""
+        """Keep the computed rows of a node that no sequence uses any more, and drop its other rows.
+
+        Its children must have been kept or dropped before.
+        """
         started = time.perf_counter()
         if node.num_pending:
             self._evict_below(node)
@@ -75,7 +79,7 @@ class RadixCache:
         if not node.num_computed or (not node.children and not node.pins and node.stop < self.options.min_overlap):
             self._drop(node)
         else:
-            if len(node.slots) > len(node.tokens):  # slots for tokens that were never made
+            if len(node.slots) > len(node.tokens):  # slots for tokens that were never generated
                 self._pool.free(node.trim())
             node.kept, node.scant, node.used_at = True, False, self._clock()
             self.kept[node] = None
@@ -89,8 +93,10 @@ class RadixCache:
         self.seconds += time.perf_counter() - started
 
     def take(self, path: list[Node]) -> None:
-        """Takes the kept nodes of a path out of the cache for a waiting sequence. If their rows are fewer than
-        `min_overlap`, the nodes are marked as scant: the sequence will give them up."""
+        """Take the kept nodes of a path out of the cache for a waiting sequence.
+
+        If their rows are fewer than `min_overlap`, the nodes are marked as scant: `use` will discard their rows.
+        """
         overlap = sum([node.num_computed for node in path])
         if overlap and path[0].account is not None:
             self.accounts.use(path[0].account, self._clock())
@@ -104,17 +110,15 @@ class RadixCache:
             node.uses += not node.scant
 
     def scant(self, path: Sequence[Node]) -> list[Node]:
-        """Returns the nodes of a path whose rows `use` gives up: none once the path has enough computed rows."""
+        """Return the nodes of a path that would lose their rows in `use`; empty if enough rows are computed."""
         nodes = [node for node in path if node.scant and not node.pins]
         return nodes if nodes and sum(node.num_computed for node in path) < self.options.min_overlap else []
 
     def use(self, path: Sequence[Node]) -> list[Node]:
-        """Lets a sequence begin to use the rows of its path. Scant nodes give up their rows, which are computed again;
-        returns these nodes.
+        """Let a sequence start to use the rows of its path. Return the scant nodes: their rows are recomputed.
 
-        Rows are given up only now, so that a sequence which ends while it waits costs none. Kept rows may lie below the
-        rows that are given up: they are evicted if all sequences end before the rows above are computed again (see
-        `keep`).
+        Rows are discarded only now, so that a sequence that ends while it waits costs none. Kept rows below the
+        discarded rows are evicted if all sequences end before the rows above are recomputed (see `keep`).
         """
         given_up = self.scant(path)
         for node in given_up:
@@ -126,7 +130,7 @@ class RadixCache:
         return given_up
 
     def touch(self, node: Node) -> None:
-        """Books a use of the nodes down to this one whose rows were copied for a sequence on another path."""
+        """Record a use of this node and the nodes above it: their rows were copied for a sequence on another path."""
         now = self._clock()
         for above in node.path():
             if above.kept:
@@ -145,18 +149,18 @@ class RadixCache:
         end = self.tree.extend(leaf, token_bytes(tail.tokens[:rows]))
         for node in end.path(below=leaf):
             own, slots = slots[: len(node.tokens)], slots[len(node.tokens) :]
-            if len(node.slots):  # these rows are there already
+            if len(node.slots):  # these rows exist already
                 self._pool.free(own)
-            else:  # the node is new, or a sequence waits for these very rows
+            else:  # the node is new, or a sequence waits for exactly these rows
                 node.claim(own)
                 node.num_computed = len(own)
                 self.tree.stored(node)
-        if not end.users and not end.kept:  # it is new
+        if not end.users and not end.kept:  # the node is new
             end.priority = priority
             self.keep(end)
 
     def evict(self, rows: int) -> int:
-        """Evicts at least `rows` rows, or all that may be evicted, and returns how many were evicted."""
+        """Evict at least `rows` rows, or all that may be evicted. Return how many were evicted."""
         started = time.perf_counter()
         evicted, now = 0, self._clock()
         while evicted < rows and (account := self.accounts.next(now)) is not None:
@@ -165,31 +169,30 @@ class RadixCache:
         return evicted
 
     def expire(self) -> None:
-        """Evicts nodes that were used last more than `ttl` seconds ago; checks at most ten times in `ttl` seconds."""
+        """Evict nodes last used more than `ttl` seconds ago. Checks at most ten times per `ttl`."""
         if self.options.ttl is None:
             return
         now = self._clock()
         if now < self._next_expiry:
             return
         self._next_expiry = now + self.options.ttl / 10
-        # A node is used last no earlier than its children, so these go first.
+        # A node's last use is not before its children's, so children are evicted first.
         while (node := self._first(self._by_age)) is not None and now - node.used_at >= self.options.ttl:
             self._evict_leaf(node)
 
     def clear(self) -> int:
-        """Evicts all rows that are not pinned, and returns how many they were."""
+        """Evict all rows that are not pinned, and return how many were evicted."""
         evicted: int = self.tree.owner(lambda: self.evict(self.rows))
         return evicted
 
     def place_of(self, request: Request) -> tuple[Namespace, np.ndarray]:
-        """Returns (namespace, tokens) of the rows of a request that generates, as `pin` takes them."""
+        """Return (namespace, tokens) of a generation request's rows, the arguments of `pin`."""
         return self.namespace_of(request.namespace, request.sampling, request.tokens), request.tokens
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        """Pins the computed rows of these tokens: they are not evicted until `unpin`. Returns how many leading tokens
-        are pinned.
+        """Pin the computed rows of these tokens until `unpin`, so that they are not evicted. Return the pinned length.
 
-        A failed step whose rows were booked ends all pins: all rows are forgotten then.
+        If a step fails after its rows were booked, all rows are lost, and with them all pins.
         """
         pinned: int = self.tree.owner(lambda: self._pin(namespace, tokens))
         return pinned
@@ -211,7 +214,7 @@ class RadixCache:
         return pinned
 
     def unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        """Takes back the longest pin along these tokens, and returns how many leading tokens it covered."""
+        """Remove the longest pin along these tokens, and return how many leading tokens it covered."""
         unpinned: int = self.tree.owner(lambda: self._unpin(namespace, tokens))
         return unpinned
 
@@ -219,7 +222,7 @@ class RadixCache:
         matches = self.tree.match(namespace, token_bytes(tokens))
         path = [node for node, same in matches if same == len(node) and node.pins]
         while path and path[-1].pins == sum(child.pins for child in path[-1].children.values()):
-            path.pop()  # all its pins reach further down
+            path.pop()  # all its pins extend further down
         for node in path:
             node.pins -= 1
             if node.kept and not node.pins:
@@ -232,14 +235,14 @@ class RadixCache:
         return path[-1].stop if path else 0
 
     def forget_all(self) -> None:
-        """Forgets all nodes, after the tree and the pool were cleared."""
+        """Forget all nodes, after the tree and the pool were cleared."""
         self.kept.clear()
         self.accounts.clear()
         self._by_age.clear()
         self.rows = 0
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable], share_of: Callable[[Hashable], Share]) -> None:
-        """Sets the functions that return the tenant of a namespace, and a tenant's share of the cache."""
+        """Set the functions for the tenant of a namespace, and for a tenant's share of the cache."""
 
         def change() -> None:
             self._tenant_of = tenant_of
@@ -250,12 +253,12 @@ class RadixCache:
         self.tree.owner(change)
 
     def _cut_down(self, account: Account) -> None:
-        """Evicts the rows of an account above its maximum."""
+        """Evict the rows of an account above its maximum."""
         while account.max_rows is not None and account.rows > account.max_rows:
             self._evict_of(account, account.rows - account.max_rows)
 
     def _cut_to_most(self) -> None:
-        """Evicts rows above `max_tokens`."""
+        """Evict rows above `max_tokens`."""
         limit = self.options.max_tokens
         if limit is not None and self.rows > limit:
             self.evict(self.rows - limit)
@@ -267,8 +270,7 @@ class RadixCache:
         return self.accounts.of(self._tenant_of(namespace))
 
     def _count(self, node: Node, rows: int, nodes: int = 0) -> None:
-        """Books that `rows` more rows of a kept node may be evicted (not those of a pinned node), and that `nodes` more
-        nodes are kept."""
+        """Record `rows` more rows that may be evicted (none if the node is pinned), and `nodes` more kept nodes."""
         account = node.account
         assert account is not None
         account.nodes += nodes
@@ -277,7 +279,7 @@ class RadixCache:
             self.accounts.add(account, rows)
 
     def _evict_of(self, account: Account, rows: int) -> int:
-        """Evicts the least worthy leaf of an account, or its last `rows` rows; returns how many rows were evicted."""
+        """Evict the least valuable leaf of an account, or only its last `rows` rows. Return how many were evicted."""
         node = self._first(account.leaves)
         assert node is not None
         return self._evict_leaf(node, rows)
@@ -287,7 +289,7 @@ class RadixCache:
         return (first, node.used_at)
 
     def _enter(self, node: Node | None) -> None:
-        """Enters a node into the heaps if it can be evicted now."""
+        """Push a node to the heaps if it can be evicted now."""
         if node is None or not node.kept or node.children or node.pins:
             return
         node.place = next(self._places)
@@ -311,8 +313,10 @@ class RadixCache:
         return heap[0][2] if heap else None
 
     def _evict_leaf(self, node: Node, rows: int | None = None) -> int:
-        """Evicts a kept leaf, or only its last `rows` rows, and with them the span that they begin in: later prompts
-        may still use the rows before. Returns how many rows were evicted."""
+        """Evict a kept leaf, or only its last `rows` rows. Return how many rows were evicted.
+
+        If the last rows start inside a span, the whole span is evicted. Later prompts may still use the rows before.
+        """
         if rows is not None and 0 < rows < len(node) and (remaining := clear_of_span(node.tokens, len(node) - rows)):
             self.tree.split(node, remaining)
         size = node.num_computed
@@ -324,7 +328,7 @@ class RadixCache:
         return size
 
     def _evict_below(self, node: Node) -> None:
-        """Evicts the kept nodes below a node: rows are useless while rows above them are missing."""
+        """Evict the kept nodes below a node: their rows are useless while rows above them are missing."""
         below = list(node.children.values())
         for child in below:
             below.extend(child.children.values())

@@ -1,4 +1,4 @@
-"""The pool of slots, which are the places of rows in the KV store; free slots are kept as runs of neighbours."""
+"""The pool of slots of the KV store. Free slots are tracked as runs of neighbouring slots."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import heapq
 
 import numpy as np
 
-# Rows whose K/V is not needed are written to this slot. It is never allocated, and never read.
+# K/V that is not needed is written to this slot. It is never allocated and never read.
 SCRATCH = 0
-# How many free runs of about the wanted size are tried before a larger run is cut; and without a larger one, before
-# several runs are allocated together.
+# How many free runs of about the right size are tried before a larger run is cut; and, if there is no larger run,
+# before several runs are combined.
 TRIES, MOST_TRIES = 8, 64
 
 
 class SlotPool:
-    """A SlotPool allocates the slots 1 to `num_slots`, as runs of neighbours if it can: kernels read these fastest.
+    """Allocates the slots 1 to `num_slots`, as runs of neighbouring slots if possible: kernels read these fastest.
 
-    The time of a call depends on how many runs it allocates or frees, and not on how many others are free. Free runs
-    are kept in heaps by the binary logarithm of their room, which is their slots from the first even slot on, and in
-    tables by their first slot and by the slot behind their last.
-
-    free_slots  how many slots are free
+    The time of a call depends on how many runs it allocates or frees, not on how many other runs are free. Free runs
+    are in heaps by the binary logarithm of their usable size: their slots from the first even slot on. Two tables find
+    a run by its first slot and by the slot just past its end. `free_slots` is the number of free slots.
     """
 
     def __init__(self, num_slots: int):
@@ -28,24 +26,26 @@ class SlotPool:
         self.clear()
 
     def clear(self) -> None:
-        """Frees all slots."""
+        """Free all slots."""
         self.free_slots = self.num_slots
-        self._is_free = bytearray(b"\1") * (self.num_slots + 2)  # most runs are too short for NumPy to gain
-        self.sizes: dict[int, int] = {}  # sizes of free runs, by their first slot
-        self._starts: dict[int, int] = {}  # first slots of free runs, by the slot behind them
-        # Heap i has the first slots of runs with room for 2**(i - 1) to 2**i - 1 slots, and old entries where no run
-        # begins any more. Heap 0 has runs of a single odd slot.
+        self._is_free = bytearray(b"\1") * (self.num_slots + 2)  # most runs are too short for NumPy to be faster
+        self.sizes: dict[int, int] = {}  # first slot of a free run -> its size
+        self._starts: dict[int, int] = {}  # slot just past a free run -> its first slot
+        # Heap i has the first slots of runs with a usable size of 2**(i - 1) to 2**i - 1, and outdated entries. Heap 0
+        # has runs of a single odd slot.
         self._by_room: list[list[int]] = [[] for _ in range(self.num_slots.bit_length() + 1)]
         self._add(1, self.num_slots)
 
     @property
     def used_slots(self) -> int:
-        """Returns how many slots are allocated."""
+        """The number of allocated slots."""
         return self.num_slots - self.free_slots
 
     def allocate(self, count: int) -> np.ndarray | None:
-        """Returns `count` slots, int64, ascending: a single run if one that is long enough is among those tried.
-        Returns None if too few slots are free."""
+        """Return `count` slots, int64, ascending; None if too few are free.
+
+        The slots are one run if a free run that is long enough is found quickly.
+        """
         if count > self.free_slots:
             return None
         if (run := self.allocate_run(count)) is not None:
@@ -59,14 +59,14 @@ class SlotPool:
         return np.sort(np.concatenate(parts))
 
     def allocate_run(self, count: int) -> np.ndarray | None:
-        """Returns `count` neighbouring slots, int64, the first of them even; None if no free run is that long."""
+        """Return `count` neighbouring slots, int64, starting at an even slot; None if no free run is that long."""
         if count == 0:
             return np.empty(0, np.int64)
         start = self._find(count) if count <= self.free_slots else None
         return None if start is None else self._take(start, _even(start), count)
 
     def _find(self, count: int) -> int | None:
-        """Returns the first slot of a free run with room for `count`; None if there is none."""
+        """Return the first slot of a free run with a usable size of at least `count`; None if there is none."""
         kind = count.bit_length()
         kind_heap = self._heap(kind)
         start = self._first_fitting(kind_heap[:TRIES], count)
@@ -82,7 +82,7 @@ class SlotPool:
         return next((start for start in starts if start in sizes and _room(start, sizes[start]) >= count), None)
 
     def _heap(self, kind: int) -> list[int]:
-        """Returns the heap of a kind of runs, after removing old entries from its head."""
+        """Return the heap of a kind of runs, with no outdated entry at its head."""
         heap, sizes = self._by_room[kind], self.sizes
         while heap and (heap[0] not in sizes or _room(heap[0], sizes[heap[0]]).bit_length() != kind):
             heapq.heappop(heap)
@@ -110,7 +110,7 @@ class SlotPool:
         return size
 
     def free(self, slots: np.ndarray) -> None:
-        """Frees slots, int64 in any order. Raises ValueError for a slot that is free already or does not exist."""
+        """Free slots, int64 in any order. Raise ValueError if a slot is free already or does not exist."""
         if len(slots) <= 1:  # single slots are frequent, and NumPy is slow for them
             for slot in slots.tolist():
                 self._free_run(slot, 1)
@@ -124,7 +124,7 @@ class SlotPool:
     def _free_run(self, start: int, size: int) -> None:
         stop = start + size
         if start < 1 or stop > self.num_slots + 1 or 1 in self._is_free[start:stop]:
-            raise ValueError(f"slots {start} to {stop - 1} are given back, and are not in use")
+            raise ValueError(f"cannot free slots {start} to {stop - 1}: not all are in use")
         self._is_free[start:stop] = b"\1" * size
         self.free_slots += size
         if stop in self.sizes:
@@ -136,10 +136,10 @@ class SlotPool:
 
 
 def _room(start: int, size: int) -> int:
-    """Returns how many slots a free run has from its first even slot on."""
+    """Return the usable size of a free run: its slots from the first even slot on."""
     return size - (start & 1)
 
 
 def _even(start: int) -> int:
-    """Returns the first even slot from here on: kernels read keys in pairs."""
+    """Return the first even slot from here on, because kernels read keys in pairs."""
     return start + (start & 1)

@@ -1,7 +1,7 @@
-"""The radix tree: the trie of the rows of K/V, to be computed, in use, or kept.
+"""The radix tree: the trie of all K/V rows: waiting to be computed, in use, or kept.
 
-Its nodes are nodes of a radix trie (`prefix.radix`). Their payload is the slots of the rows' K/V, which sequences use
-the slots, and when the slots may be evicted.
+Its nodes are nodes of a radix trie (`trie.radix`). Their payload is the slots of the rows' K/V, the number of sequences
+that use them, and their state in the cache.
 """
 
 from __future__ import annotations
@@ -24,34 +24,33 @@ NO_SLOTS = np.empty(0, np.int64)
 class Node(RadixNode):
     """A run of rows that the same sequences share.
 
-    The tokens that a sequence makes, its *tail*, are a Node below its prompt that is not in the trie: another sequence
-    with the same tokens has a tail of its own.
+    The tokens that a sequence generates are its *tail*: a Node below its prompt, outside the trie. Another sequence
+    with the same tokens has its own tail.
     """
 
-    tokens: Any  # int32 [n], the ids; for a tail a list that grows, and the ids are empty
-    account: Account | None  # the account of the namespace's tenant in the RadixCache
-    slots: np.ndarray  # int64 [s], where the K/V of the first s rows lies or will lie; empty: none are claimed
-    num_computed: int = 0  # how many leading rows have their K/V there
-    users: int = 0  # how many sequences, waiting or running, have tokens that go through the node
-    lost: bool = False  # whether rows were computed before and given up, so that they are computed again
-    # These belong to the RadixCache.
-    kept: bool = False  # whether the cache holds the node: it is computed, and no sequence uses it
-    scant: bool = False  # whether only waiting sequences took it out of the cache, for too few rows to be worth it
-    pins: int = 0  # how often it is pinned; a pinned node is never evicted
-    used_at: float = 0.0  # when a sequence used it last, by the cache's clock
+    tokens: Any  # int32 [n]: the ids. For a tail, a list that grows; `ids` is then empty
+    account: Account | None  # account of the namespace's tenant in the RadixCache
+    slots: np.ndarray  # int64 [s]: slots for the K/V of the first s rows; empty before they are claimed
+    num_computed: int = 0  # how many leading rows have their K/V in the slots
+    users: int = 0  # how many waiting or running sequences go through the node
+    lost: bool = False  # rows were computed before and discarded, so they must be recomputed
+    # The RadixCache sets the following.
+    kept: bool = False  # in the cache: computed, and no sequence uses it
+    scant: bool = False  # only waiting sequences took it out of the cache, and its path has too few rows
+    pins: int = 0  # number of pins; a pinned node is never evicted
+    used_at: float = 0.0  # last use by a sequence, by the cache's clock
     uses: int = 0  # how often sequences took it out of the cache
-    priority: int = 0  # the highest priority of the requests that used it
-    place: int = 0  # the number of its latest entry in the cache's heaps
+    priority: int = 0  # highest priority of the requests that used it
+    place: int = 0  # number of its latest entry in the cache's heaps
     _runs: list[tuple[int, int]] | None = None
 
     @classmethod
     def make(cls, parent: Self | None, ids: bytes, start: int) -> Self:
-        """Make a node of the trie."""
         account = None if parent is None else parent.account
         return cls(parent, ids, start, np.frombuffer(ids, ID), account, NO_SLOTS)
 
     def tail(self, tokens: list[int]) -> Self:
-        """Return a node below this one that is not in the trie, with these tokens."""
+        """Return a node below this one, outside the trie, with these tokens."""
         return type(self)(self, b"", self.stop, tokens, self.account, NO_SLOTS)
 
     def divide(self, upper: Self) -> None:
@@ -68,35 +67,35 @@ class Node(RadixNode):
 
     @property
     def stop(self) -> int:
-        """The position behind the last token."""
+        """The position just past the last token."""
         return self.start + len(self.tokens)
 
     @property
     def num_pending(self) -> int:
-        """How many rows are still to be computed."""
+        """The number of rows that are not computed yet."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_slots(self) -> int:
-        """How many slots its rows hold."""
+        """The number of slots of its rows."""
         return len(self.slots)
 
     def claim(self, slots: np.ndarray) -> None:
-        """Add slots for the rows behind those that have one."""
+        """Add slots for the rows after those with slots."""
         self.slots = slots if not len(self.slots) else np.concatenate((self.slots, slots))
         self._runs = None
         if self.account is not None:
             self.account.hold(len(slots))
 
     def trim(self) -> np.ndarray:
-        """Give up the slots beyond the last row, and return them."""
+        """Remove the slots past the last row, and return them."""
         slots, self.slots = self.slots[len(self) :], self.slots[: len(self)]
         if self.account is not None:
             self.account.num_slots -= len(slots)
         return slots
 
     def give_up(self) -> np.ndarray:
-        """Forget the rows, and return their slots, which the pool takes back."""
+        """Forget the rows, and return their slots to be freed."""
         if self.account is not None:
             self.account.num_slots -= len(self.slots)
         slots, self.slots, self.num_computed, self._runs = self.slots, NO_SLOTS, 0, None
@@ -113,12 +112,11 @@ class Node(RadixNode):
 
     @property
     def neighbours(self) -> int:
-        """How many slots follow the slot of the last computed row without a gap."""
+        """The number of slots directly after the slot of the last computed row, without a gap."""
         return next(stop for _, stop in self.stretches if stop >= self.num_computed) - self.num_computed
 
     def runs(self, rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (first slot, count, position of the first row) of each run of neighbouring slots that the first `rows`
-        rows lie in."""
+        """Yield (first slot, count, first position) for each run of neighbouring slots of the first `rows` rows."""
         for first, stop in self.stretches:
             if first >= rows:
                 return
@@ -126,19 +124,19 @@ class Node(RadixNode):
 
 
 class RowTrie(RadixTrie[Node]):
-    """The trie of all rows that a scheduler or a cache has: one for each namespace.
+    """The tries of all rows of a scheduler or a cache, one per namespace.
 
     Args:
         kind: The class of the nodes.
 
     Attributes:
         account_of: Returns the account of a namespace.
-        on_split: Functions to call with (upper, lower) after a node was cut in two.
-        on_store: Functions to call with a node after more of its rows were computed.
-        on_drop: Functions to call with a node before its rows are given up.
-        on_clear: Functions to call after all tries were forgotten.
-        owner: Calls a function in the thread that owns the tries, and returns its result; before a thread owns them,
-            in the caller's thread.
+        on_split: Functions called with (upper, lower) after a node was split.
+        on_store: Functions called with a node after more of its rows were computed.
+        on_drop: Functions called with a node before its rows are dropped.
+        on_clear: Functions called after all tries were cleared.
+        owner: Calls a function in the thread that owns the tries, and returns its result. Before a thread owns them, it
+            runs in the caller's thread.
     """
 
     def __init__(self, kind: type[Node] = Node) -> None:
@@ -172,7 +170,7 @@ class RowTrie(RadixTrie[Node]):
             listener(node)
 
     def drop(self, node: Node) -> np.ndarray:
-        """Forget the rows of a node, and return their slots, which the pool takes back."""
+        """Drop the rows of a node, and return their slots to be freed."""
         self.dropped(node)
         return node.give_up()
 

@@ -1,1 +1,1 @@
-"""Scheduling: which rows a step computes, and the messages that say so. Plain Python and NumPy, never torch."""
+"""Scheduling: which rows a step computes, and the messages for the workers. Plain Python and NumPy, never torch."""

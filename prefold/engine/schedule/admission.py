@@ -1,6 +1,6 @@
-"""Admission policies: which waiting sequence is admitted next, and which sequences have rows in a step.
+"""Admission policies: which waiting sequence is admitted next, and which sequences get rows in a step.
 
-A policy holds the sequences that wait. `InOrder` admits them in the order they came, which in a job is depth-first.
+A policy holds the waiting sequences. `InOrder` admits them in order of arrival, which in a job is depth-first.
 `FairAdmission` (`fair.py`) is for a server: it distinguishes classes and tenants.
 """
 
@@ -17,25 +17,19 @@ from .generate_step import SequenceState, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """A StepLimits says how many rows the next step may have, and of whom.
+    """Limits on the rows of the next step."""
 
-    rows         the most rows of the step; None: the `max_batch_rows` of the scheduler
-    batch_rows   the most rows of batches in it; None: as many as there is room for
-    batch_first  whether rows of batches go before rows of interactive requests
-    lends        whether batches may use the sequences reserved for interactive requests
-    """
-
-    rows: int | None = None
-    batch_rows: int | None = None
-    batch_first: bool = False
-    lends: bool = False
+    rows: int | None = None  # the most rows of the step; None: the scheduler's `max_batch_rows`
+    batch_rows: int | None = None  # the most rows of batches in it; None: no separate limit
+    batch_first: bool = False  # rows of batches come before rows of interactive requests
+    lends: bool = False  # batches may use the sequences reserved for interactive requests
 
 
 NO_LIMITS = StepLimits()
 
 
 class Capacity(Protocol):
-    """A Capacity is what a policy reads of a Scheduler."""
+    """The parts of a Scheduler that a policy reads."""
 
     pool: SlotPool
     cache: RadixCache | None
@@ -46,7 +40,7 @@ class Capacity(Protocol):
 
 
 class Admission(Protocol):
-    """An Admission holds the sequences that wait, and decides which of them is next. Iterating over it yields them."""
+    """The waiting sequences, and the decision which is next. Iteration yields the waiting sequences."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[SequenceState]: ...
@@ -54,44 +48,44 @@ class Admission(Protocol):
     def clear(self) -> None: ...
 
     def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
-        """Takes over the waiting sequences of another policy, and the running sequences."""
+        """Take the waiting sequences of another policy, and the running sequences."""
 
     def add(self, sequences: Iterable[SequenceState]) -> None:
-        """Adds sequences that wait from now on."""
+        """Add waiting sequences."""
 
     def put_back(self, sequence: SequenceState) -> None:
-        """Adds a running sequence that was preempted; it waits before sequences that came after it."""
+        """Add a running sequence that was preempted; it waits before later arrivals."""
 
     def remove(self, sequence: SequenceState) -> None:
-        """Removes a sequence that ends before it is admitted."""
+        """Remove a sequence that ends before it is admitted."""
 
     def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
-        """Returns the sequence that is admitted next; None: none now. batches: whether batches' count."""
+        """Return the sequence to admit next, or None. With batches=False, sequences of batches do not count."""
 
     def note_admission(self, sequence: SequenceState, rows: int) -> None:
-        """Books the sequence that `first` returned as running. rows: how many rows of its prompt are to be computed."""
+        """Mark the sequence returned by `first` as running; `rows` of its prompt must be computed."""
 
     def note_end(self, sequence: SequenceState) -> None:
-        """Books the end of an admitted sequence."""
+        """Record the end of an admitted sequence."""
 
     def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:
-        """Returns the running sequences whose rows go before the rows of a waiting sequence."""
+        """Return the running sequences that get rows before a waiting sequence does."""
 
     def gives_way(self, sequence: SequenceState, running: Collection[SequenceState]) -> SequenceState | None:
-        """Returns the running sequence that is preempted for a waiting one; None: none is."""
+        """Return the running sequence to preempt for a waiting one, or None."""
 
     def victim(self, running: Collection[SequenceState]) -> SequenceState:
-        """Returns the running sequence that is preempted when memory is too small for all."""
+        """Return the running sequence to preempt if memory is too small for all."""
 
     def are_alike(self, limits: StepLimits) -> bool:
-        """Returns whether all running sequences have the same right to rows of a step."""
+        """Return True if all running sequences have the same right to rows of a step."""
 
     def fill(self, plan: StepPlan, running: Collection[SequenceState], limits: StepLimits) -> StepPlan:
-        """Adds rows of running sequences to the plan of a step, and returns the plan; changes nothing else."""
+        """Add rows of running sequences to the plan of a step, and return the plan; change nothing else."""
 
 
 class InOrder:
-    """An InOrder admits sequences in the order in which they came, and gives each of them rows in every step."""
+    """Admits sequences in order of arrival, and gives each of them rows in every step."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[SequenceState, None] = OrderedDict()

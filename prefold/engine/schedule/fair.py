@@ -1,6 +1,6 @@
-"""The admission policy of a server: interactive requests go before batches, and tenants share the engine by weights.
+"""The admission policy of a server: interactive requests come before batches, and tenants share the engine by weight.
 
-The methods of a policy are described in `admission.Admission`.
+`admission.Admission` describes the methods of a policy.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from ..cache import RadixCache
 from .admission import Admission, Capacity, StepLimits
 from .generate_step import SequenceState, StepPlan
 
-# Among the first LOOK_AHEAD waiting sequences of a tenant, the one with the fewest rows to compute is admitted; a
-# sequence that has been passed over MAX_PASSED times goes first.
+# Among the first LOOK_AHEAD waiting sequences of a tenant, the sequence with the fewest rows to compute is admitted. A
+# sequence that was passed over MAX_PASSED times goes first.
 LOOK_AHEAD = 8
 MAX_PASSED = 8
-# The share of the running sequences, and of the slots, that is reserved for interactive requests. The share of
-# sequences is lent to batches when no interactive request has come for a while.
+# Share of running sequences and of slots reserved for interactive requests. Batches may borrow the reserved sequences
+# if no interactive request came for a while.
 RESERVED_SHARE = 0.25
-# How many queues of owners are kept, idle ones included, before idle ones are forgotten.
+# Number of owner queues, including idle ones, above which idle queues are forgotten.
 IDLE_QUEUES = 1024
 
 
 class _OwnerQueue:
-    """An _OwnerQueue holds the waiting and the running sequences of one owner.
+    """The waiting and the running sequences of one owner.
 
-    waiting  {sequence: how often it was passed over}, in the order in which they came
-    running  the sequences that were admitted and have not ended
-    service  the rows that the owner got, over its weight: those of prompts count from their admission on, those of
-             outputs once they have ended
-    entered  whether the queue is in the heap of its class
+    Attributes:
+        waiting: {sequence: how often it was passed over}, in order of arrival.
+        running: The sequences that were admitted and have not ended.
+        service: The rows that the owner got, divided by its weight. Prompt rows count from admission on, output rows
+            once the sequence has ended.
+        entered: The queue is in the heap of its class.
     """
 
     __slots__ = ("entered", "owner", "running", "service", "share", "waiting")
@@ -47,12 +48,12 @@ class _OwnerQueue:
 
     @property
     def tag(self) -> float:
-        """Returns `served` plus the rows of outputs that still run, by which owners are ordered."""
+        """`service` plus the output rows of running sequences per weight; owners are ordered by it."""
         return self.service + self.num_output_rows / self.share.weight
 
     @property
     def num_output_rows(self) -> int:
-        """Returns the rows of outputs that still run."""
+        """The output rows of running sequences."""
         return sum([len(sequence.tail.tokens) for sequence in self.running])
 
     @property
@@ -66,24 +67,25 @@ class _OwnerQueue:
 
 
 class FairAdmission:
-    """A FairAdmission admits interactive requests before batches, and shares the engine between tenants.
+    """Admits interactive requests before batches, and shares the engine between tenants.
 
-    Next among the owners of a class is the one that got the fewest rows, over its weight: computed rows of prompts, and
-    rows of outputs. An owner that was idle has no claim on the time before: it begins at the tag of the owner that was
-    admitted from last (start-time fair queueing, Goyal et al. 1996). Next among an owner's sequences is the one with
-    the fewest rows that are neither there nor being computed; none is passed over more than MAX_PASSED times.
+    Within a class, the owner that got the fewest rows per weight is next; computed prompt rows and output rows count.
+    An owner that was idle has no claim on past time: it starts at the tag of the owner that was admitted from last
+    (start-time fair queueing, Goyal et al. 1996). Within an owner, the sequence with the fewest missing rows is next,
+    but no sequence is passed over more than MAX_PASSED times.
 
-    If interactive requests of several tenants are there, the rows of prompts in a step are divided between the tenants
-    by their weights, and a tenant's prompts wait only for that tenant's own prompts to be computed.
+    If several tenants have interactive requests, they divide the prompt rows of a step by weight, and a tenant's
+    prompts wait only for the same tenant's other prompts.
 
     A share of the sequences and slots is reserved for interactive requests. While these wait, batches get `batch_share`
-    of the rows of prompts. If an interactive request finds no room, the sequence of a batch that was admitted last is
-    preempted; the first sequence of a batch stays.
+    of the prompt rows. If an interactive request finds no free capacity, the batch sequence admitted last is preempted;
+    one sequence of a batch always stays.
 
-    share_of   returns the Share of a tenant
-    tenant_of  returns the tenant of a namespace, for the accounts of the cache
-
-    idle_queues  queues that may be there before those without sequences are forgotten
+    Args:
+        share_of: Returns the Share of a tenant.
+        tenant_of: Returns the tenant of a namespace, for the accounts of the cache.
+        batch_share: Share of prompt rows for batches while interactive requests wait.
+        idle_queues: Number of queues above which queues without sequences are forgotten.
     """
 
     def __init__(
@@ -100,19 +102,19 @@ class FairAdmission:
 
     def clear(self) -> None:
         self.queues: dict[Owner, _OwnerQueue] = {}
-        # A heap of the queues with a sequence to admit, for interactive requests and for batches: (tag when it was
-        # entered, number, queue). Tags only grow, so the head is the least if its tag is still what it was.
+        # Heaps of the queues with a sequence to admit, for interactive requests and for batches: (tag when pushed,
+        # number, queue). Tags only grow, so the head has the least tag if its tag is still current.
         self.heaps: tuple[list[tuple[float, int, _OwnerQueue]], list[tuple[float, int, _OwnerQueue]]] = ([], [])
         self._numbers = itertools.count()
         self._now = [0.0, 0.0]  # for each class, the tag of the queue that was admitted from last
         self._num_waiting = [0, 0]
         self._num_running = [0, 0]
-        self._num_owners = [0, 0]  # for each class, the owners with a sequence
+        self._num_owners = [0, 0]  # for each class, the number of owners with a sequence
         self._max_queues = self.idle_queues
-        self._credit = 0.0  # rows of prompts that a batch may have before interactive requests
-        # While sequences are admitted one after the other, the rows of a queue's running outputs are added up once.
+        self._credit = 0.0  # prompt rows that a batch may get before interactive requests
+        # Cached output rows of running sequences per queue, valid while one sequence after the other is admitted.
         self._outputs: dict[_OwnerQueue, int] = {}
-        self._has_admitted = False  # whether nothing has happened since the last admission
+        self._has_admitted = False  # the last call was an admission, so `_outputs` is still valid
 
     def __len__(self) -> int:
         return sum(self._num_waiting)
@@ -125,15 +127,15 @@ class FairAdmission:
         return queue is not None and sequence in queue.waiting
 
     def num_waiting(self, *, batch: bool) -> int:
-        """Returns how many sequences of a class wait."""
+        """Return how many sequences of a class wait."""
         return self._num_waiting[batch]
 
     def num_running(self, *, batch: bool) -> int:
-        """Returns how many sequences of a class have been admitted and have not ended."""
+        """Return how many sequences of a class were admitted and have not ended."""
         return self._num_running[batch]
 
     def num_owners(self, *, batch: bool) -> int:
-        """Returns how many owners of a class have sequences that wait or run."""
+        """Return how many owners of a class have waiting or running sequences."""
         return self._num_owners[batch]
 
     def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
@@ -145,7 +147,7 @@ class FairAdmission:
             self._num_running[sequence.owner.is_batch] += 1
 
     def read_shares(self, cache: RadixCache | None = None) -> None:
-        """Reads the tenants' shares again, and sets those of the cache's accounts."""
+        """Read the tenants' shares again, and update the cache's accounts."""
         if cache is not None:
             cache.set_tenants(self.tenant_of, self.share_of)
         for queue in self.queues.values():
@@ -234,7 +236,7 @@ class FairAdmission:
         return [other for other in live if other.ready or other.owner == sequence.owner]
 
     def gives_way(self, sequence: SequenceState, running: Collection[SequenceState]) -> SequenceState | None:
-        # One sequence of a batch always goes on, so that batches end however many interactive requests come.
+        # One sequence of a batch always continues, so that batches end even under constant interactive load.
         return self._last_of_batch(running) if not sequence.owner.is_batch and self._num_running[True] > 1 else None
 
     def victim(self, running: Collection[SequenceState]) -> SequenceState:
@@ -244,8 +246,11 @@ class FairAdmission:
         return not self._num_running[True] or (not self._num_running[False] and limits.batch_rows is None)
 
     def fill(self, plan: StepPlan, running: Collection[SequenceState], limits: StepLimits) -> StepPlan:
-        """Adds rows of interactive requests to the plan of a step, then rows of batches. If
-        these are too few for all sequences of batches, those get a row that have made the fewest tokens."""
+        """Add rows of interactive requests to the plan of a step, then rows of batches.
+
+        If there are too few rows for all sequences of batches, the sequences with the fewest generated tokens get a
+        row.
+        """
         if not self._num_running[True]:
             self._fill_live(plan, running)
             return plan
@@ -266,8 +271,7 @@ class FairAdmission:
     def _fill_live(self, plan: StepPlan, running: Collection[SequenceState]) -> None:
         """Add rows of interactive requests to a step: of all sequences that generate, and of prompts.
 
-        The rows of prompts are divided between the tenants. The unused share of a tenant goes to tenants with longer
-        prompts.
+        The tenants divide the prompt rows. The unused share of a tenant goes to tenants with longer prompts.
         """
         prompts: dict[Owner, list[SequenceState]] = {}
         if self._num_owners[False] > 1:
@@ -278,7 +282,7 @@ class FairAdmission:
             plan.fill(running)
             return
         owners = list(prompts)
-        if plan.holds_rows is None:  # a span of an image may have to be the first of a step
+        if plan.holds_rows is None:  # an image's span may have to be the first of a step
             owners.sort(key=lambda owner: sum(sequence.leaf.stop for sequence in prompts[owner]))
         generating = [sequence for sequence in running if sequence.ready]
         room, weight = plan.room, sum(self.queues[owner].share.weight for owner in owners)
@@ -293,7 +297,7 @@ class FairAdmission:
         plan.room = room
 
     def _has_room(self, sequence: SequenceState, scheduler: Capacity, lends: bool) -> bool:
-        """Returns whether a sequence of a batch leaves enough room for interactive requests, or is alone."""
+        """Return True if a batch sequence leaves enough capacity for interactive requests, or if nothing else runs."""
         if not scheduler.running:
             return True
         reserved = 0.0 if lends else RESERVED_SHARE
@@ -325,7 +329,7 @@ class FairAdmission:
             heapq.heappush(self.heaps[queue.owner.is_batch], (queue.tag, next(self._numbers), queue))
 
     def _forget_idle(self) -> None:
-        """Forgets queues without sequences whose owners did not get more rows than others."""
+        """Forget queues without sequences, unless their owners got more rows than others."""
         if len(self.queues) > self._max_queues:
             self.queues = {
                 owner: queue
@@ -335,13 +339,13 @@ class FairAdmission:
             self._max_queues = max(self.idle_queues, 2 * len(self.queues))
 
     def _tag(self, queue: _OwnerQueue) -> float:
-        """Returns a queue's tag while sequences are admitted."""
+        """Return a queue's tag during admissions, with its output rows cached."""
         if queue not in self._outputs:
             self._outputs[queue] = queue.num_output_rows
         return queue.service + self._outputs[queue] / queue.share.weight
 
     def _least(self, is_batch: bool) -> _OwnerQueue | None:
-        """Returns the queue of a class with the least tag, among those with a sequence to admit."""
+        """Return the queue of a class with the least tag, among queues with a sequence to admit."""
         heap = self.heaps[is_batch]
         while heap:
             tag, _, queue = heap[0]
@@ -360,7 +364,7 @@ def _of_class(running: Collection[SequenceState], is_batch: bool) -> list[Sequen
 
 
 def _cheapest(queue: _OwnerQueue) -> SequenceState:
-    """Returns the next sequence of a queue: among the first few, the one with the fewest rows to compute."""
+    """Return the next sequence of a queue: among the first few, the sequence with the fewest rows to compute."""
     first, num_passed = next(iter(queue.waiting.items()))
     if num_passed >= MAX_PASSED or len(queue.waiting) == 1:
         return first
@@ -369,7 +373,7 @@ def _cheapest(queue: _OwnerQueue) -> SequenceState:
 
 def _rows_missing(sequence: SequenceState) -> int:
     node, rows = sequence.leaf, 0
-    while node.parent is not None:  # as the `num_missing` of its path, without a list of it: this is asked often
+    while node.parent is not None:  # a loop without `path()`, because this is called often
         rows += len(node.tokens) - len(node.slots)
         node = node.parent
     return rows

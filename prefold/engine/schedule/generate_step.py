@@ -1,7 +1,7 @@
-"""A step of generation: the rows that it computes, laid out depth-first, and the sequences that take its tokens.
+"""A step of generation: the rows that it computes, laid out depth-first, and the sequences that receive its tokens.
 
-A StepPlan collects rows for the sequences that the scheduler has admitted; `lay_out` makes the step of it. A
-RepeatedStep makes the next step of the one before, if it is the same step again.
+A StepPlan collects rows for admitted sequences; `lay_out` turns it into a step. If the next step is the same again, a
+RepeatedStep derives it from the previous step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from .steps import SlotStep
 def repeat_rows(
     node: Node, rows: range, run: int, row_lists: Sequence[list[int]], key_lists: Sequence[list[int]]
 ) -> None:
-    """Adds these rows of a node to a step, and splits the node's keys, so that each of the rows sees the keys up to its
-    own, and the rows that follow in the step see all of them.
+    """Add rows of a node to a step a second time, and split the node's keys into single-key runs.
 
-    run        the number of the first run of the node's keys
-    row_lists  tokens, positions and slots of the step's rows
-    key_lists  start, count, position, first and last of the runs of its keys; those from `run` on are replaced
+    Each repeated row then sees the keys up to its own. Later rows of the step see all keys.
+
+    Args:
+        run: Number of the first run of the node's keys.
+        row_lists: Tokens, positions and slots of the step's rows.
+        key_lists: Start, count, position, first and last of the step's key runs; runs from `run` on are replaced.
     """
     computed, query = node.num_computed, len(row_lists[0])
     row_lists[0].extend(np.asarray(node.tokens[rows.start : rows.stop]).tolist())
@@ -43,34 +45,37 @@ def repeat_rows(
 def visible_runs(
     start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Returns the runs of keys that a row of the step sees: where only some rows of a node are repeated, none may see
-    the keys behind them."""
+    """Return the runs of keys that any row of the step sees.
+
+    If only some rows of a node are repeated, no row may see the keys behind them.
+    """
     is_seen = first < last
     return start[is_seen], count[is_seen], position[is_seen], first[is_seen], last[is_seen]
 
 
-# Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
+# Maps ids of image rows, int32 [n], to a bool [n]: True if the worker has the row and can put it into a step.
 HoldsRows = Callable[[np.ndarray], np.ndarray]
 NO_OWNER = Owner()
-MOST_AHEAD = 32  # repetitions whose places are found at once
-N = TypeVar("N", bound=Any)  # a kind of node, with a parent
+MOST_AHEAD = 32  # for how many repetitions places are computed at once
+N = TypeVar("N", bound=Any)  # a node class with a `parent`
 
 
 class SequenceState:
-    """A SequenceState is what the scheduler knows of a sequence: one sample of a request, from its arrival to its end.
+    """The scheduler's state of a sequence: one sample of a request, from its arrival to its end.
 
-    key, sample    the key of the request, as of `submit`, and the number of the sample
-    limit          the most tokens that the sequence makes
-    reserve        whether room for all of these is set aside at admission
-    priority       the priority of its rows in the cache
-    owner          the tenant and the class that it runs for
-    state          "waiting" for admission, "running", "ending" (its last token is in flight), or "ended"
-    leaf           the node that ends with the prompt's last token
-    tail           the node of the tokens that the sequence makes
-    cached_tokens  how many of the prompt's rows were there at admission; None before
-    ready          whether the prompt's rows are computed
-    num_known      how many of the tail's tokens are known. A token still in flight stands there as -1 - i: the i-th
-                   read of the step that brings it
+    Attributes:
+        key: The key of the request, as given to `submit`.
+        sample: The number of the sample.
+        limit: The most tokens to generate.
+        reserve: Reserve slots for all these tokens at admission.
+        priority: The priority of its rows in the cache.
+        owner: The tenant and the class (interactive or batch).
+        state: "waiting" for admission, "running", "ending" (its last token is in flight), or "ended".
+        leaf: The node that ends with the prompt's last token.
+        tail: The node of the generated tokens.
+        cached_tokens: How many of the prompt's rows existed at admission; None before.
+        ready: The prompt's rows are computed.
+        num_known: How many of the tail's tokens are known. A token in flight is -1 - i for read i of its step.
     """
 
     __slots__ = (
@@ -105,87 +110,67 @@ class SequenceState:
 
     @property
     def unknown(self) -> int:
-        """Returns how many of its tokens are still in flight."""
+        """The number of its tokens in flight."""
         return len(self.tail.tokens) - self.num_known
 
     @property
     def tokens(self) -> list[int]:
-        """Returns the tokens that it has made; those in flight are -1 - i."""
+        """The generated tokens; tokens in flight are -1 - i."""
         return self.tail.tokens
 
 
 @dataclass(eq=False, slots=True)
 class GenerateStep:
-    """A GenerateStep is one forward pass, and its meaning for the sequences.
+    """One forward pass, and its meaning for the sequences.
 
-    Its rows are its queries. They lie depth-first, so that the rows below a node are neighbours.
-
-    message          the message for the worker; the engine adds how tokens are chosen, and which reads give numbers
-    consumers        the sequence that takes the token, or the numbers, of each of the message's reads
-    namespaces       (namespace, its first query, the query behind its last) of each namespace
-    computed_rows    (node, how many of its rows are computed)
-    last_row         the last row in the step of each node that has any
-    decode_rows      how many of the step's rows are the last token of a sequence
-    recomputed_rows  how many of the step's rows had been computed before
-    ids              the tokens that its consumers have taken; None: they are in flight
+    Its rows are its queries. They are depth-first, so the rows below a node are consecutive.
     """
 
-    message: SlotStep
-    consumers: list[SequenceState]
-    namespaces: list[tuple[Namespace, int, int]]
-    computed_rows: list[tuple[Node, int]]
-    last_row: Mapping[Node, int]
-    decode_rows: int
-    recomputed_rows: int
-    ids: np.ndarray | None = None
+    message: SlotStep  # for the worker; the engine adds sampling and read-outs
+    consumers: list[SequenceState]  # for each read of the message: the sequence that gets its token or values
+    namespaces: list[tuple[Namespace, int, int]]  # (namespace, its first query, the query just past its last)
+    computed_rows: list[tuple[Node, int]]  # (node, how many of its rows are computed)
+    last_row: Mapping[Node, int]  # the last row in the step of each node with rows
+    decode_rows: int  # rows that are the last token of a sequence
+    recomputed_rows: int  # rows that had been computed before
+    ids: np.ndarray | None = None  # the tokens of its consumers; None while they are in flight
 
     @property
     def num_rows(self) -> int:
-        """Returns how many rows go through the model."""
+        """The number of rows computed."""
         return len(self.message.tokens)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A StepPlan collects the rows of a step.
-
-    max_rows       the most rows of the step
-    holds_rows     says which rows of images can be in the step; None: the model takes no images
-    room           how many more rows may be added
-    computed_rows  how many of each node's next rows are computed
-    reads          (sequence, node): the sequence takes a token from the last row of the node
-    rereads        nodes whose last row is computed once more, only for its result, and the sequences that take a token
-                   from it
-    repeats        which rows of a node are computed once more, and write no K/V; its new rows follow them
-    last_row       the last row in the step of each node that has any, once the step is laid out
-    decode_rows    how many of the rows are the last token of a sequence
-    """
+    """The rows of a step, as they are collected."""
 
     max_rows: int
-    holds_rows: HoldsRows | None = None
-    room: int = field(init=False)
-    computed_rows: dict[Node, int] = field(default_factory=dict)
+    holds_rows: HoldsRows | None = None  # which image rows can be in the step; None: the model has no image input
+    room: int = field(init=False)  # how many more rows may be added
+    computed_rows: dict[Node, int] = field(default_factory=dict)  # how many of each node's next rows are computed
+    # (sequence, node): the sequence gets a token from the last row of the node.
     reads: list[tuple[SequenceState, Node]] = field(default_factory=list)
+    # Nodes with a last row that runs again only for its result, with the sequences that get a token from it.
     rereads: dict[Node, list[SequenceState]] = field(default_factory=dict)
+    # Rows of a node that run again without writing K/V; the node's new rows follow them.
     repeats: dict[Node, range] = field(default_factory=dict)
-    last_row: dict[Node, int] = field(default_factory=dict)
-    decode_rows: int = 0
+    last_row: dict[Node, int] = field(default_factory=dict)  # set by `lay_out`: the last row of each node with rows
+    decode_rows: int = 0  # rows that are the last token of a sequence
 
     def __post_init__(self) -> None:
         self.room = self.max_rows
 
     @property
     def num_rows(self) -> int:
-        """Returns how many rows were added."""
+        """The number of rows added."""
         return sum(self.computed_rows.values()) + len(self.rereads) + sum(map(len, self.repeats.values()))
 
     def fill(self, running: Collection[SequenceState]) -> None:
-        """Adds a row for each of the sequences that generates, then rows of prompts in the order of the sequences,
-        until the room is used.
+        """Add a row for each generating sequence, then prompt rows in sequence order, until the step is full.
 
-        A span is added whole. The first prompt's next span goes before all other rows if it would have no room beside
-        the sequences that generate. Rows of images that the worker does not hold are left out, and the rows behind
-        them.
+        A span is added whole. If the first prompt's next span does not fit beside the generating sequences, it goes
+        before all other rows. Image rows that the worker does not have are left out, and so are the rows after them.
         """
         begins_with_span = self.holds_rows is not None and self._add_span_first(running)
         for sequence in running:
@@ -199,8 +184,10 @@ class StepPlan:
                 begins_with_span = False
 
     def _add_span_first(self, running: Collection[SequenceState]) -> bool:
-        """Adds the span with which the first unfinished prompt goes on, if the sequences that generate would leave too
-        little room for it. Returns whether it was added."""
+        """Add the first unfinished prompt's next span, if generating sequences would leave too few rows for it.
+
+        Return True if it was added.
+        """
         first = next((sequence for sequence in running if not sequence.ready), None)
         node = None if first is None else next((node for node in first.leaf.path() if node.num_pending), None)
         if node is None or node.tokens[node.num_computed] < SPAN_BASE:
@@ -217,8 +204,10 @@ class StepPlan:
         return True
 
     def _num_available(self, node: Node, first: int, rows: int) -> int:
-        """Returns how many of the `rows` rows of a node from `first` on can be computed: not the rows from an image on
-        that the worker does not hold."""
+        """Return how many of `rows` rows of a node, from `first` on, can be computed.
+
+        The count ends before the first image that the worker does not have.
+        """
         assert self.holds_rows is not None
         tokens = np.asarray(node.tokens[first:])
         ids = tokens[:rows]
@@ -249,31 +238,33 @@ class StepPlan:
                     self.room -= rows
                 if rows < missing:
                     return
-        if sequence.tail.tokens:  # it was preempted: the rows of its own tokens are computed once more
+        if sequence.tail.tokens:  # it was preempted: the rows of its own tokens are recomputed
             self._add_tail(sequence)
         elif sequence.leaf in self.computed_rows:
             self.reads.append((sequence, sequence.leaf))
         elif sequence.leaf in self.rereads:
             self.rereads[sequence.leaf].append(sequence)
         elif self.room and (self.holds_rows is None or self._num_available(sequence.leaf, len(sequence.leaf) - 1, 1)):
-            # All rows of the prompt are there, but not the result of the last one: that row runs again, for its result.
+            # All prompt rows exist, but not the result of the last row: that row runs again, only for its result.
             self.rereads[sequence.leaf] = [sequence]
             self.room -= 1
 
 
 def _starts(node: Node, first: int) -> np.ndarray:
-    """Returns, for each row of a node from `first` on, the first row of its span, or the row itself outside of a span;
-    counted from `first`, int64 [n]."""
+    """Return the first row of the span of each row from `first` on, or the row itself outside of spans.
+
+    The result is counted from `first`, int64 [n].
+    """
     starts = span_starts(np.asarray(node.tokens[first:]))
     return np.arange(len(node) - first) if starts is None else starts
 
 
 def lay_out(plan: StepPlan) -> GenerateStep:
-    """Returns the step of a plan, with its rows depth-first over the nodes that have rows in it, or lie above such a
-    node.
+    """Return the step of a plan.
 
-    Every run of keys (`SlotStep.run_*`) is visible to the queries below its node. The stack therefore holds each node
-    twice: once to add its keys and rows, and once, after all nodes below it, to note where its queries end.
+    Its rows are depth-first over the nodes with rows in the step and the nodes above them. Every run of keys
+    (`SlotStep.run_*`) is visible to the queries below its node. So the stack has each node twice: first to add its keys
+    and rows, and, after all nodes below it, to set the end of its queries.
     """
     roots, children = tree_above((*plan.computed_rows, *plan.rereads, *plan.repeats))
     tokens: list[int] = []
@@ -307,7 +298,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
                 last_row[node] = len(tokens) - 1
                 query = len(tokens)
             rows = plan.computed_rows.get(node, 0)
-            if rows == 1:  # the row of a sequence that generates; short arrays would cost more
+            if rows == 1:  # the row of a generating sequence; short arrays would be slower
                 slot, at = int(node.slots[node.num_computed]), node.start + node.num_computed
                 tokens.append(int(node.tokens[node.num_computed]))
                 positions.append(at)
@@ -366,19 +357,15 @@ def lay_out(plan: StepPlan) -> GenerateStep:
 
 @dataclass(eq=False, slots=True)
 class RepeatedStep:
-    """A RepeatedStep is a step of decode rows that can be the same again: each of its sequences one token further.
+    """A step of decode rows that can repeat, with each of its sequences one token further.
 
-    The scheduler alone decides that the next step is the same again, and books each repetition here. The generator and
-    the worker read the decision as `SlotStep.follows`.
-
-    step    the step that was begun last: the one that was laid out, or its last repetition
-    ahead   positions, slots and counts of the runs of the repetitions whose places are known, for each of them
-    next    the number of the next repetition among these
+    Only the scheduler decides that the next step is a repetition, and records each repetition here. The generator and
+    the worker see the decision in `SlotStep.follows`.
     """
 
-    step: GenerateStep
-    ahead: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
-    next: int = 0
+    step: GenerateStep  # the last step: laid out, or a repetition
+    ahead: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()  # positions, slots and run counts of repetitions
+    next: int = 0  # number of the next repetition in `ahead`
 
     @classmethod
     def of(cls, step: GenerateStep) -> Self | None:
@@ -387,9 +374,12 @@ class RepeatedStep:
         return cls(step) if is_decode else None
 
     def again(self) -> GenerateStep | None:
-        """Return the next repetition, as `lay_out` makes it; None if a sequence's next slot is not beside its last
-        one. The sequences must have run without a break since the step before. Places that are found stay in `ahead`,
-        also if the repetition never begins: slots of running sequences do not move."""
+        """Return the next repetition, equal to the step of `lay_out`.
+
+        Return None if the next slot of a sequence is not directly after its last slot. The sequences must have run in
+        every step since the previous one. Computed places stay in `ahead` even if the repetition never starts, because
+        slots of running sequences do not move.
+        """
         step = self.step
         last, sequences, ids = step.message, step.consumers, step.ids
         if self.next == len(self.ahead):
@@ -413,10 +403,10 @@ class RepeatedStep:
 def join_runs(
     start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Returns the runs of keys, with runs joined whose slots are neighbours and which the same queries see.
+    """Join runs of keys with neighbouring slots that the same queries see; return the joined runs.
 
-    The nodes of a path without branches in the step are such runs. Joined, they give the same result to the last bit
-    however the path is split into nodes.
+    The nodes of a path without branches in the step form such runs. Joined, they give bit-equal results however the
+    path is split into nodes.
     """
     if len(start) < 2:
         return start, count, position, first, last
@@ -427,7 +417,7 @@ def join_runs(
 
 
 def tree_above(nodes: Iterable[N]) -> tuple[list[N], dict[N, list[N]]]:
-    """Returns the roots above the nodes, and the children of every node above them that lead to one of the nodes."""
+    """Return the roots above the nodes, and, for each node above them, its children that lead to one of the nodes."""
     roots: list[N] = []
     children: dict[N, list[N]] = {}
     visited: set[N] = set()

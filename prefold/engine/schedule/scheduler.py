@@ -1,17 +1,17 @@
-"""The scheduler: which rows the next step computes, and which sequences take its tokens.
+"""The scheduler: which rows the next step computes, and which sequences get its tokens.
 
-A step has one row for every running sequence, and in what remains of its budget new rows of prompts. Every row belongs
-to one trie: prompts, and below each prompt the tokens that its sequences have made (a sequence's *tail*). A node's rows
-are computed once, however many sequences wait for them. They stay while a sequence below the node is waiting or
-running; when the last of these ends, their slots are free (with a radix cache: may be evicted).
+A step has one row for every running sequence, and fills the rest of its budget with prompt rows. Every row belongs to
+one trie: prompts, and below each prompt the tokens that its sequences have generated (a sequence's *tail*). A node's
+rows are computed once, no matter how many sequences wait for them. They stay while a sequence below the node waits or
+runs. When the last of these ends, their slots are freed (with a radix cache: they become evictable).
 
-`admit` decides which sequences run, `plan` only reads and returns the next step, `begin` and `commit` book it. The
-result of a step comes to `commit` as tokens; the scheduler sees no tensors. The next step may be planned between
-`begin` and `commit` of a step: in place of a token in flight it names the read that gives the token. Between `plan` and
-`begin` nothing may change.
+`admit` decides which sequences run. `plan` returns the next step and changes nothing. `begin` and `commit` record the
+step. `commit` receives the result of a step as tokens; the scheduler sees no tensors. The next step may be planned
+between `begin` and `commit` of a step: it refers to a token in flight by the number of its read. Nothing may change
+between `plan` and `begin`.
 
-One thread owns the books: the trie, the slots, the waiting and running sequences. After an exception in a change they
-cannot be trusted: `clear` empties them, and requests are submitted again with the tokens that they have made.
+One thread owns the books: the trie, the slots, the waiting and running sequences. If a change raises an exception, the
+books cannot be trusted: `clear` empties them, and the requests are submitted again with their tokens so far.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from .admission import NO_LIMITS, Admission, InOrder, StepLimits
 from .generate_step import NO_OWNER, GenerateStep, HoldsRows, RepeatedStep, SequenceState, StepPlan, lay_out
 from .steps import SlotResult
 
-# Slots that a sequence of unknown length takes at once, so that its rows lie side by side.
+# Slots that a sequence of unknown length gets at once, so that its rows are neighbours.
 TAIL_SLOTS = 16
 
 
 class Scheduler:
-    """Decide what each step of continuous batching over one trie computes.
+    """Decides what each step of continuous batching over one trie computes.
 
     Attributes:
-        pool: the slots of the KV store
-        tree: the trie of all rows
-        cache: keeps rows of ended sequences; None: they are freed at once
-        max_batch_rows: the most rows of a step, unless its limits say otherwise
-        max_running: the most sequences that run at once; never more than the rows of a step
-        stats: the counters
-        running: the sequences that run, in the order of their admission
-        ending: the sequences whose last token is in flight
-        waiting: the sequences that wait, in an admission policy
-        requests: {key: its sequences that have not ended}
+        pool: The slots of the KV store.
+        tree: The trie of all rows.
+        cache: Keeps rows of ended sequences; None: they are freed at once.
+        max_batch_rows: The most rows of a step, unless its limits override it.
+        max_running: The most running sequences; never more than the rows of a step.
+        stats: The counters.
+        running: The running sequences, in order of admission.
+        ending: The sequences with their last token in flight.
+        waiting: The waiting sequences, in an admission policy.
+        requests: {key: its sequences that have not ended}.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class Scheduler:
         slot_bytes: int = 1,
         holds_rows: HoldsRows | None = None,
     ):
-        """Make the books of a KV store.
+        """Create the books of a KV store.
 
-        cache       the options of the radix cache for rows of ended sequences; None: rows are freed at once
-        clock       returns the time in seconds, for the cache
-        slot_bytes  the bytes of one slot, for the statistics
-        holds_rows  says which rows of images the worker holds; None: the model takes no images
+        Args:
+            cache: Options of the radix cache for rows of ended sequences; None: rows are freed at once.
+            clock: Returns the time in seconds, for the cache.
+            slot_bytes: Bytes of one slot, for the statistics.
+            holds_rows: Tells which image rows the worker has; None: the model has no image input.
         """
         self.pool, self.tree = pool, RowTrie()
         self.cache = None if cache is None else RadixCache(self.tree, pool, cache, clock)
@@ -82,9 +83,9 @@ class Scheduler:
             self.cache.namespace_of = self.namespace_of
         self.ending: dict[SequenceState, None] = {}
         self._in_flight: deque[GenerateStep] = deque()
-        # The step that was begun last, if it can be the same again: no sequence was admitted since.
+        # The last step, if it may repeat: no sequence was admitted since.
         self._repeated: RepeatedStep | None = None
-        self._in_use = 0  # slots that sequences held when the last step began
+        self._in_use = 0  # slots used by sequences when the last step began
         self._holds_rows = holds_rows
 
     # ----------------------------------------------------------------------------- requests that come and go
@@ -102,21 +103,23 @@ class Scheduler:
         outputs: Mapping[int, Sequence[int]] | None = None,
         owner: Owner = NO_OWNER,
     ) -> None:
-        """Takes a prompt, int32 [n], n >= 1, that is continued `samples` times by at most `limit` >= 1 tokens.
+        """Submit a prompt, int32 [n], n >= 1, to be continued `samples` times by at most `limit` >= 1 tokens.
 
-        reserve    whether room for the whole output is set aside when the prompt is admitted; otherwise the output
-                   takes room as it grows, and a sequence may be preempted
-        namespace  rows are shared only between prompts of one namespace
-        priority   the priority of its rows in the cache
-        outputs    for a request that was submitted before: {number of a sample that has not ended: its tokens}
-        owner      the tenant and the class that it runs for
+        Args:
+            reserve: Reserve slots for the whole output when the prompt is admitted. Otherwise the output gets slots as
+                it grows, and a sequence may be preempted.
+            namespace: Rows are shared only between prompts of one namespace.
+            priority: The priority of its rows in the cache.
+            outputs: For a request submitted before: {number of a sample that has not ended: its tokens}.
+            owner: The tenant and the class (interactive or batch) of the request.
 
-        Raises InputError if the KV store could not hold this request even alone.
+        Raises:
+            InputError: The KV store is too small for this request alone.
         """
         rows = len(tokens) + (limit - 1 if reserve else 0)
         if rows > self.pool.num_slots:
             raise InputError(
-                f"the request needs the K/V of {rows} rows, the KV store holds {self.pool.num_slots}",
+                f"the request needs the K/V of {rows} rows, but the KV store has only {self.pool.num_slots}",
                 field="max_tokens" if rows > len(tokens) else "prompt",
                 remedy="give a larger kv_memory (--kv-memory), or ask for fewer tokens",
                 code="kv_memory",
@@ -137,13 +140,14 @@ class Scheduler:
         priority: int,
         make: Callable[[int, Node, list[int]], SequenceState],
     ) -> None:
-        """Enters a prompt into the trie, and its sequences into the queue.
+        """Insert a prompt into the trie, and its sequences into the queue.
 
-        outputs  {number of a sample: its tokens}
-        make     returns a sequence by a sample's number, the node that ends with the prompt, and the sample's tokens
+        Args:
+            outputs: {number of a sample: its tokens}.
+            make: make(number of a sample, node that ends with the prompt, the sample's tokens) -> its sequence.
         """
         if self.cache is not None:
-            self.cache.expire()  # no step may have been made for long
+            self.cache.expire()  # the last step may be long ago
         leaf = self.tree.insert(namespace, token_bytes(tokens))
         path = leaf.path()
         if self.cache is not None:
@@ -156,16 +160,16 @@ class Scheduler:
         self.waiting.add(sequences)
 
     def namespace_of(self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray) -> Namespace:
-        """Return the namespace of a prompt's rows, by the namespace of its request and what is asked of it."""
+        """Return the namespace of a prompt's rows, given the namespace of its request and its question."""
         return namespace
 
     def cancel(self, key: Hashable) -> None:
-        """Ends all sequences of a request; does nothing if the request has ended."""
+        """End all sequences of a request; do nothing if the request has ended."""
         for sequence in list(self.requests.get(key, ())):
             self._end(sequence)
 
     def clear(self) -> None:
-        """Forgets all requests, all steps in flight, and all rows: every slot is free."""
+        """Forget all requests, all steps in flight, and all rows: every slot is free."""
         self.pool.clear()
         self.tree.clear()
         if self.cache is not None:
@@ -178,24 +182,24 @@ class Scheduler:
         self._repeated = None
 
     def admit_by(self, policy: Admission) -> None:
-        """Admits by another policy from now on, which must hold no sequences yet; does nothing for the current one."""
+        """Admit by another policy from now on, which must be empty; do nothing for the current policy."""
         if policy is self.waiting:
             return
         policy.take_over(self.waiting, tuple(self._admitted()))
         self.waiting = policy
 
     def _admitted(self) -> Iterable[SequenceState]:
-        """Returns the sequences that were admitted and have not ended."""
+        """Return the sequences that were admitted and have not ended."""
         return (*self.running, *self.ending)
 
     @property
     def num_waiting(self) -> int:
-        """Returns how many sequences have not been admitted yet, or were preempted."""
+        """The number of sequences not admitted yet, or preempted."""
         return len(self.waiting)
 
     @property
     def has_work(self) -> bool:
-        """Returns whether a request has not ended, or a step is in flight."""
+        """True if a request has not ended, or a step is in flight."""
         return bool(self.requests or self._has_begun)
 
     @property
@@ -204,31 +208,32 @@ class Scheduler:
 
     @property
     def can_plan(self) -> bool:
-        """Returns whether any sequence runs or waits: a step can be planned for it, at the latest when the steps in
-        flight are committed."""
+        """True if any sequence runs or waits: a step can be planned for it, at the latest after the steps in flight."""
         return bool(self.running or self.waiting)
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
     def admit(self, limits: StepLimits = NO_LIMITS) -> list[tuple[Hashable, InputError]]:
-        """Gives running sequences slots for their next rows, and admits waiting sequences while there is room. Returns
-        the requests that can never run, which it has ended, as (key, error). limits: of the next step, as known so far
+        """Give running sequences slots for their next rows, and admit waiting sequences while there is capacity.
+
+        Return (key, error) for requests that can never run; they have been ended. `limits` are the limits of the next
+        step that are known so far.
         """
         failures: list[tuple[Hashable, InputError]] = []
         if self.cache is not None:
             self.cache.expire()
         repeated = self._repeated
-        if repeated is None or repeated.next == len(repeated.ahead):  # for the repetitions ahead there are slots
+        if repeated is None or repeated.next == len(repeated.ahead):  # repetitions ahead already have slots
             self._grow_tails(failures)
         if len(self.waiting) and self._has_room():
             self._admit_waiting(failures, limits)
         return failures
 
     def plan(self, limits: StepLimits = NO_LIMITS) -> GenerateStep | None:
-        """Returns the next step of the running sequences; changes nothing.
+        """Return the next step of the running sequences; change nothing.
 
-        Returns None if no sequence runs, or none may have rows now, or one gets no slot for its next row until a step
-        in flight is committed.
+        Return None if no sequence runs, or none may have rows now, or one has no slot for its next row until a step in
+        flight is committed.
         """
         repeated = self._repeated
         if repeated is not None and self._all_go_on(repeated.step, limits) and (step := repeated.again()) is not None:
@@ -239,8 +244,11 @@ class Scheduler:
         return self._lay_out(plan) if plan.computed_rows or plan.rereads or plan.repeats else None
 
     def _all_go_on(self, before: GenerateStep, limits: StepLimits) -> bool:
-        """Returns whether the next step has a row of each running sequence, as the step before it had. In a step that
-        followed each that ran had a row, and none was admitted since: if there are as many, they are the same."""
+        """Return True if the next step has a row of each running sequence, like the step before.
+
+        In a repetition every running sequence had a row, and none was admitted since. So if the numbers are equal, the
+        sequences are the same.
+        """
         running, rows, are_alike = self.running, len(before.consumers), self.waiting.are_alike(limits)
         fit = len(running) == rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
         return fit and (before.message.follows or all([sequence in running for sequence in before.consumers]))
@@ -252,7 +260,7 @@ class Scheduler:
         return StepPlan(self._max_rows(limits), self._holds_rows)
 
     def begin(self, step: GenerateStep) -> None:
-        """Books a step as started: the next step can be planned before the tokens of this one are there."""
+        """Record a step as started: the next step can be planned before the tokens of this step arrive."""
         self._in_flight.append(step)
         repeated = self._repeated
         if repeated is not None and step.message.follows:
@@ -283,16 +291,18 @@ class Scheduler:
     def commit(
         self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool], result: SlotResult | None = None
     ) -> list[SequenceState]:
-        """Books the tokens of a step, and returns the sequences that have ended, by `ended` or by their limit.
+        """Record the tokens of a step, and return the sequences that have ended, by `ended` or by their limit.
 
-        tokens  the token of each of `step.consumers`; ignored for a sequence that had ended before
-        ended   whether each of them ends here; its token is then no part of the output
-        result  the worker's result, whose ids are the tokens; None: the tokens alone are known
+        Args:
+            tokens: The token of each of `step.consumers`; ignored for sequences that had ended before.
+            ended: True for each consumer that ends here; its token is then not part of the output.
+            result: The worker's result, with the tokens as ids; None if only the tokens are known.
 
-        Raises ValueError if this is not the step that was begun first.
+        Raises:
+            ValueError: This is not the oldest step in flight.
         """
         if not self._in_flight or self._in_flight[0] is not step:
-            raise ValueError("this is not the step that was begun first")
+            raise ValueError("this is not the oldest step in flight")
         self._in_flight.popleft()
         step.ids = None if result is None else result.ids
         stats = self.stats
@@ -320,12 +330,15 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- running sequences
 
     def _has_room(self) -> bool:
-        """Returns whether there is a slot for the next row of every running sequence."""
+        """Return True if there is a slot for the next row of every running sequence."""
         return all([len(sequence.tail.slots) >= len(sequence.tail.tokens) for sequence in self.running])
 
     def _grow_tails(self, failures: list[tuple[Hashable, InputError]]) -> None:
-        """Gives every running sequence a slot for its next row. If no slot is free, the sequence that was admitted
-        last is preempted; but while a step is in flight nothing is done, because that step may free slots."""
+        """Give every running sequence a slot for its next row.
+
+        If no slot is free, the sequence admitted last is preempted. While a step is in flight nothing is preempted,
+        because that step may free slots.
+        """
         for sequence in list(self.running):
             tail = sequence.tail
             while len(tail.slots) < len(tail.tokens) and sequence.state == "running":
@@ -342,9 +355,11 @@ class Scheduler:
                     failures.append(self._fail(sequence))
 
     def _admit_waiting(self, failures: list[tuple[Hashable, InputError]], limits: StepLimits) -> None:
-        """Admits sequences in the order of the policy until a step is full. A sequence of a batch without room ends the
-        admission of batches only."""
-        pending = dict[Owner, int]()  # how many rows go before the rows of an owner's next sequence
+        """Admit sequences in the order of the policy until a step is full.
+
+        If a sequence of a batch does not fit, only the admission of batches ends.
+        """
+        pending = dict[Owner, int]()  # rows that come before the rows of an owner's next sequence
         batches, max_rows = True, self._max_rows(limits)
         while (sequence := self.waiting.first(self, limits, batches=batches)) is not None:
             is_full = len(self.running) >= self.max_running
@@ -365,14 +380,14 @@ class Scheduler:
                 return
 
     def _start(self, sequence: SequenceState, failures: list[tuple[Hashable, InputError]]) -> int | None:
-        """Lets a waiting sequence run, or fail if it never can. Returns how many rows it adds; None if it waits."""
+        """Let a waiting sequence run, or fail if it never can. Return how many rows it adds; None if it still waits."""
         path = sequence.leaf.path()
         while True:
             scant = [] if self.cache is None else self.cache.scant(path)
             cached = {node: 0 if node in scant else len(node.slots) for node in path}
             fresh = {node: len(node) - count for node, count in cached.items() if count < len(node)}
             rows = sum(fresh.values())
-            # The slots are neighbours, so that attention reads the rows of this sequence alone as one run.
+            # The slots are neighbours, so that attention reads the rows that only this sequence uses as one run.
             slots = self._slots(rows + self._tail_rows(sequence), path)
             if slots is not None:
                 break
@@ -380,7 +395,7 @@ class Scheduler:
                 continue
             if self.running or self._in_flight:
                 return None
-            # Nothing runs that could free slots: waiting sequences give up rows, which are computed again.
+            # No running sequence could free slots, so rows of waiting sequences are discarded and recomputed later.
             if not self._release_waiting(sequence):
                 failures.append(self._fail(sequence))
                 return 0
@@ -396,17 +411,19 @@ class Scheduler:
         return 1 + rows + len(sequence.tail)
 
     def _spare(self, sequence: SequenceState) -> int:
-        """Returns how many missing rows of a newly admitted sequence need not be computed; a subclass may copy some."""
+        """Return how many missing rows of a newly admitted sequence need not be computed; a subclass may copy some."""
         return 0
 
     def _tail_rows(self, sequence: SequenceState) -> int:
-        """Returns how many slots a sequence's tail should have: for its whole output if that is reserved, or for
-        TAIL_SLOTS further rows."""
-        last = sequence.limit - 1  # the last token is no row
+        """Return how many slots a sequence's tail should have.
+
+        That is its whole output if slots are reserved, else its rows so far and TAIL_SLOTS more.
+        """
+        last = sequence.limit - 1  # the last token needs no row
         return last if sequence.reserve else min(last, len(sequence.tail) + TAIL_SLOTS)
 
     def _pending_rows(self, running: Collection[SequenceState]) -> int:
-        """Returns how many rows must be computed before all these sequences generate."""
+        """Return how many rows must be computed before all these sequences generate."""
         counted: set[Node] = set()
         pending = 0
         for sequence in running:
@@ -422,15 +439,17 @@ class Scheduler:
         return self.max_batch_rows if limits.rows is None else limits.rows
 
     def _make_way(self, sequence: SequenceState) -> bool:
-        """Preempts a running sequence for a waiting one if the policy says so; returns whether it did."""
+        """Preempt a running sequence for a waiting one if the policy says so; return True if it did."""
         victim = None if self._has_begun else self.waiting.gives_way(sequence, self.running)
         if victim is not None:
             self._preempt(victim)
         return victim is not None
 
     def _preempt(self, sequence: SequenceState) -> None:
-        """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. The rows of its
-        prompt stay while there is room."""
+        """Put a sequence back at the head of the queue, and discard the rows of its own tokens.
+
+        The rows of its prompt stay while slots are free.
+        """
         del self.running[sequence]
         sequence.tail.lost |= sequence.tail.num_computed > 0
         self.pool.free(sequence.tail.give_up())
@@ -441,8 +460,10 @@ class Scheduler:
             self._release_waiting(*self.running)
 
     def _release_waiting(self, *keep: SequenceState) -> bool:
-        """Gives up the rows of prompts that only waiting sequences need, and returns whether there were any. The
-        rows that the sequences in `keep` need are not given up."""
+        """Discard the rows of prompts that only waiting sequences need, except rows that sequences in `keep` need.
+
+        Return True if there were any.
+        """
         needed = {node for sequence in keep for node in sequence.leaf.path()}
         has_released = False
         for node in self.nodes():
@@ -453,12 +474,14 @@ class Scheduler:
         return has_released
 
     def _too_small(self, holds: str, needs: str, sequence: SequenceState) -> tuple[Hashable, InputError]:
-        """Ends a sequence's request, and returns its key with the error. holds, needs: the rows that the store holds
-        and that the sequence needs, in words."""
+        """End a sequence's request, and return its key with the error.
+
+        `holds` and `needs` describe the rows that the store has and the sequence needs.
+        """
         pinned = sum(node.num_slots for node in self.nodes() if node.pins)
         remedy = "give a larger kv_memory (--kv-memory), or a max_tokens that fits"
         error = InputError(
-            f"the KV store holds {holds}{f', of which {pinned} are pinned' if pinned else ''}, too few for {needs}",
+            f"the KV store holds {holds}{f' ({pinned} of them pinned)' if pinned else ''}, too few for {needs}",
             field="max_tokens",
             remedy=f"unpin prompts, {remedy}" if pinned else remedy,
             code="kv_memory",
@@ -467,10 +490,9 @@ class Scheduler:
         return sequence.key, error
 
     def _slots(self, count: int, path: Sequence[Node] = ()) -> np.ndarray | None:
-        """Returns so many slots, or None if even evicting all kept rows would not free enough, and then changes
-        nothing.
+        """Return `count` slots; None, without any change, if even evicting all kept rows would not free enough.
 
-        path  the path of a sequence that is admitted: the cache gives up its scant rows (see `RadixCache.scant`)
+        `path` is the path of a sequence being admitted: the cache discards its scant rows (see `RadixCache.scant`).
         """
         if self.cache is not None:
             given_up = sum(len(node.slots) for node in self.cache.scant(path))
@@ -510,7 +532,7 @@ class Scheduler:
             node = parent
 
     def _let_go(self, node: Node) -> None:
-        """Keeps the rows of a node that no sequence uses any more in the cache, or frees them without a cache."""
+        """Keep the rows of a node that no sequence uses any more in the cache, or free them without a cache."""
         if self.cache is not None:
             self.cache.keep(node)
         else:
@@ -518,11 +540,11 @@ class Scheduler:
             self.tree.remove(node)
 
     def nodes(self) -> Iterator[Node]:
-        """Yields all nodes of prompts; tails are no such nodes."""
+        """Yield all nodes of prompts, without tails."""
         return self.tree.nodes()
 
     def _runs_no_more(self, sequence: SequenceState) -> None:
-        """Removes an admitted sequence from those that run."""
+        """Remove an admitted sequence from `running` or `ending`."""
         del {"running": self.running, "ending": self.ending}[sequence.state][sequence]
 
     def _count_admission(self, sequence: SequenceState, path: list[Node], fresh: Collection[Node]) -> None:
@@ -540,7 +562,7 @@ class Scheduler:
                 stats.first_admission_hits += len(node)
 
     def _is_prompt_like(self, sequence: SequenceState) -> bool:
-        """Returns whether the rows of the sequence's tokens equal those of a prompt with the same tokens."""
+        """Return True if the rows of the sequence's tokens equal the rows of a prompt with the same tokens."""
         return True
 
     # ------------------------------------------------------------------------------------------------- checking

@@ -1,16 +1,16 @@
-"""The messages between the host, which decides, and a worker, which computes. NumPy arrays and plain numbers only.
+"""Messages between the host, which plans, and a worker, which computes. NumPy arrays and plain numbers only.
 
-A message says what is computed, and nothing about the requests: which sequence takes a token stays on the host. Its
-size depends only on the step, not on how many requests wait or run. So it goes to a thread, to another process or to a
-simulator alike.
+A message says what to compute, and nothing about requests: only the host knows which sequence gets a token. Its size
+depends on the step, not on the number of waiting or running requests. So a message can go to a thread, to another
+process or to a simulator.
 
-    StreamStep   computes rows of a row stream; the worker keeps the K/V of one path a stream between two of its steps
+    StreamStep   computes rows of a row stream; between its steps the worker keeps the K/V of one path per stream
     EndStream    ends a stream: the worker drops its path
-    MakeStore    makes room for the K/V of so many slots, once, before the first SlotStep
-    SlotStep     computes rows whose keys lie in the slots of that store: prompts to be continued, and their outputs
+    MakeStore    allocates the KV store with a number of slots, once, before the first SlotStep
+    SlotStep     computes rows with keys in the slots of the store: prompts to be continued, and their outputs
 
-Features have further messages, which their parts of the worker take (`worker.parts.WorkerPart`). All messages are
-started alike: `ticket = worker.start(message)`, then `ticket.result()`.
+Features have further messages, which their parts of the worker handle (`worker.parts.WorkerPart`). All messages start
+in the same way: `ticket = worker.start(message)`, then `ticket.result()`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from ...spec.requests import Readout, TokenLogprobs
 from ...trie import PrefixMap
 
-# Stands in place of a token whose logits were no finite numbers.
+# Replaces a token if its logits were not finite.
 NOT_FINITE = -2
 LAST = Readout("last")
 NOTHING = np.zeros(0, np.int64)
@@ -31,83 +31,69 @@ NOTHING.flags.writeable = False
 
 
 class Message:
-    """A Message tells a worker what to compute."""
+    """An instruction to a worker."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reads:
-    """The values that a step reads of its rows, all of one kind.
-
-    readout    the kind
-    rows       int64 [n]: the place in the step's `read_rows` of each row that is read. For "mean" in a StreamStep: the
-               keys whose paths are averaged, ascending
-    targets    int32, for "logprobs": the token whose log-probability is wanted at each row that is read
-    counts     int64 [n], in a SlotStep: how many rows each read takes in, the last ones that its row sees, whose hidden
-               states are in their slots (`SlotStep.state_reads`); None: each read takes in its own row alone
-    consumers  int64 [n], in a SlotStep: the numbers of the step's `reads` that take these values, and no token
-    """
+    """The values that a step reads from its rows, all of one kind."""
 
     readout: Readout
+    # int64 [n]: for each row that is read, its place in the step's `read_rows`. For "mean" in a StreamStep: the keys
+    # whose paths are averaged, ascending.
     rows: np.ndarray = field(default_factory=lambda: NOTHING)
-    targets: np.ndarray = field(default_factory=lambda: NOTHING)
+    targets: np.ndarray = field(default_factory=lambda: NOTHING)  # int32, for "logprobs": the token scored at each row
+    # int64 [n], in a SlotStep: each read covers this many rows, the last ones that its row sees. Their hidden states
+    # are in their slots (`SlotStep.state_reads`). None: each read covers only its own row.
     counts: np.ndarray | None = None
+    # int64 [n], in a SlotStep: numbers of the step's `reads` that get these values, and no token.
     consumers: np.ndarray = field(default_factory=lambda: NOTHING)
 
     @property
     def sizes(self) -> np.ndarray:
-        """Return how many rows of the result belong to each read, int64 [n]."""
+        """How many rows of the result belong to each read, int64 [n]."""
         return np.ones(len(self.rows), np.int64) if self.counts is None or self.readout.kind == "mean" else self.counts
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamStep(Message):
-    """A StreamStep asks for one forward pass over neighbouring rows of a row stream.
+    """One forward pass over consecutive rows of a row stream. The result is a StepResult with one row per row read.
 
-    Keys are numbered over the carried path and then the new rows: key j < path is the j-th row of the path above the
-    first new row, key path + i is the i-th of the m new rows. Key j is visible to the query at key i exactly when
-    j <= i < end[j]; where there are spans, when first[j] <= i < end[j].
-
-    tokens, positions  int32 [n]: the rows the model computes; n = m, or the unique tokens among them with a `fold`. Ids
-                       from MEDIA_BASE on are rows of images
-    path               how many rows of the carried path are above this step: the first ones
-    end                int64 [path + m]: one past the last key whose query sees key j
-    key_positions      int32 [path + m]: the position of each key in its prompt
-    keep               int64 [k], ascending: keys whose K/V the next step needs
-    fold               rows [n] <-> new rows of the stream [m] (sharing "mlp" only)
-    read_rows          int64 [r], ascending: the rows in [0, n) whose hidden states the model returns; None: all
-    read_out           the values that are read
-    stream             number of the stream
-    adapter            number of the LoRA adapter of all rows, in the order of `Facts.adapters`; None: none
-    first              int64 [path + m]: for a row in a span the first key of the span, for any other the key itself;
-                       None: there is no span
-
-    Its result is a StepResult, with a row for each of the rows that are read.
+    Keys are numbered over the carried path and then the new rows. Key j < path is row j of the path above the first new
+    row; key path + i is new row i of m. Key j is visible to the query at key i exactly if j <= i < end[j], or, if there
+    are spans, if first[j] <= i < end[j].
     """
 
+    # int32 [n]: the rows that the model computes; n = m, or the number of unique tokens with a `fold`. Ids from
+    # MEDIA_BASE on are image rows.
     tokens: np.ndarray
-    positions: np.ndarray
-    path: int
-    end: np.ndarray
-    key_positions: np.ndarray
-    keep: np.ndarray = field(default_factory=lambda: NOTHING)
-    fold: PrefixMap | None = None
+    positions: np.ndarray  # int32 [n]
+    path: int  # how many rows of the carried path are above this step: the first ones
+    end: np.ndarray  # int64 [path + m]: one past the last query (as a key number) that sees key j
+    key_positions: np.ndarray  # int32 [path + m]: the position of each key in its prompt
+    keep: np.ndarray = field(default_factory=lambda: NOTHING)  # int64 [k], ascending: keys that the next step needs
+    fold: PrefixMap | None = None  # rows [n] <-> new rows of the stream [m] (sharing "mlp" only)
+    # int64 [r], ascending: the rows in [0, n) for which the model returns hidden states; None: all.
     read_rows: np.ndarray | None = None
-    read_out: Reads = Reads(LAST)
-    stream: int = 0
-    adapter: int | None = None
+    read_out: Reads = Reads(LAST)  # the values to read
+    stream: int = 0  # number of the stream
+    adapter: int | None = None  # LoRA adapter of all rows, as a place in `Facts.adapters`
+    # int64 [path + m]: for a row in a span the first key of the span, for other rows the key itself; None: no spans.
     first: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
-        """Returns how many rows go through the model's position-wise layers."""
+        """The number of rows in the model's position-wise layers."""
         return len(self.tokens)
 
 
 def folded(step: StreamStep, fold: PrefixMap) -> StreamStep:
-    """Return a step of whole prompts whose position-wise layers compute each distinct token once (sharing "mlp").
-    Attention unfolds them again."""
+    """Return a step of whole prompts that computes each distinct token once in position-wise layers (sharing "mlp").
+
+    Attention unfolds the rows again.
+    """
     read_rows, reads = step.read_rows, step.read_out
     if read_rows is not None:
         read_rows, again = np.unique(fold.scatter[read_rows], return_inverse=True)
@@ -118,34 +104,29 @@ def folded(step: StreamStep, fold: PrefixMap) -> StreamStep:
 
 @dataclass(frozen=True, slots=True)
 class EndStream(Message):
-    """An EndStream says that no step of this stream follows, so that its path may go. `Worker.forget` sends it."""
+    """The last message of a stream: its path may be dropped. `Worker.forget` sends it."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class MakeStore(Message):
-    """A MakeStore asks for room for the K/V of so many slots."""
+    """Allocate the KV store with this number of slots."""
 
     slots: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RaggedLists:
-    """A RaggedLists holds, for each of several reads, a list of token ids with a number beside each id.
+    """A list of token ids for each of several reads, with a number beside each id."""
 
-    offsets  int64 [reads + 1]: the ids of the i-th read are ids[offsets[i] : offsets[i + 1]]
-    ids      int64
-    values   float32, one for each id
-    """
-
-    offsets: np.ndarray
-    ids: np.ndarray
-    values: np.ndarray
+    offsets: np.ndarray  # int64 [reads + 1]: the ids of read i are ids[offsets[i] : offsets[i + 1]]
+    ids: np.ndarray  # int64
+    values: np.ndarray  # float32, one for each id
 
     @classmethod
     def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> RaggedLists | None:
-        """Returns a RaggedLists of the (ids, values) of each read; None if there are no ids at all."""
+        """Return a RaggedLists of the (ids, values) of each read; None if there are no ids at all."""
         sizes = [len(ids) for ids, _ in rows]
         if not any(sizes):
             return None
@@ -153,7 +134,7 @@ class RaggedLists:
         return cls(np.concatenate(([0], np.cumsum(sizes))), ids.astype(np.int64), values.astype(np.float32))
 
     def pick(self, reads: np.ndarray) -> RaggedLists:
-        """Returns the RaggedLists of these reads, int64 [n], in their order."""
+        """Return the RaggedLists of these reads, int64 [n], in their order."""
         counts = np.diff(self.offsets)[reads]
         offsets = np.concatenate(([0], np.cumsum(counts)))
         places = np.arange(offsets[-1]) + np.repeat(self.offsets[reads] - offsets[:-1], counts)
@@ -162,39 +143,29 @@ class RaggedLists:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Drawing:
-    """A Drawing says how tokens are chosen at n of a step's reads. At all other reads the most likely token is taken.
+    """How tokens are drawn at n of a step's reads. All other reads draw the most likely token."""
 
-    reads          int64 [n]: the numbers of these reads
-    filters        float64 [n, FILTERS]: the options FILTERS of `prefold.spec.task`, of which the temperature is the
-                   first; with temperature 0 the most likely token is taken
-    keys           uint64 [n]: the keys of the noise with which tokens are drawn, made of seed, sample and position
-    logprobs       int64 [n]: how many of the most likely tokens' log-probabilities are wanted beside the chosen
-                   token's; -1: none at all
-    bias           token ids and the number that is added to each one's logit
-    banned_ids     tokens that may not be chosen; the numbers are unused
-    penalties      float64 [n, PENALTIES]: the options PENALTIES of `prefold.spec.task`
-    output_counts  the tokens that the penalties concern, and how often each is in the output
-    grammar_reads  int64 [m]: which of the n reads have a grammar; their tokens must be among `grammar_masks`
-    grammar_masks  uint8 [m, ceil(vocabulary / 8)]: token i is allowed if bit i % 8 of byte i // 8 is set
-    """
-
-    reads: np.ndarray
+    reads: np.ndarray  # int64 [n]: the numbers of these reads
+    # float64 [n, FILTERS]: the options FILTERS of `prefold.spec.task`. The first is the temperature; 0 means greedy.
     filters: np.ndarray
-    keys: np.ndarray
+    keys: np.ndarray  # uint64 [n]: keys of the sampling noise, derived from seed, sample and position
+    # int64 [n]: return log-probabilities of the drawn token and of this many most likely tokens; -1: none.
     logprobs: np.ndarray
-    bias: RaggedLists | None = None
-    banned_ids: RaggedLists | None = None
-    penalties: np.ndarray | None = None
-    output_counts: RaggedLists | None = None
+    bias: RaggedLists | None = None  # token ids with the number to add to each id's logit
+    banned_ids: RaggedLists | None = None  # tokens that must not be drawn; the numbers are unused
+    penalties: np.ndarray | None = None  # float64 [n, PENALTIES]: the options PENALTIES of `prefold.spec.task`
+    output_counts: RaggedLists | None = None  # tokens with penalties, and how often each is in the output
+    # int64 [m]: which of the n reads have a grammar; their tokens must be allowed by `grammar_masks`.
     grammar_reads: np.ndarray = field(default_factory=lambda: NOTHING)
+    # uint8 [m, ceil(vocabulary / 8)]: token i is allowed if bit i % 8 of byte i // 8 is set.
     grammar_masks: np.ndarray | None = None
 
     def part(self, first: int, stop: int) -> Drawing:
-        """Returns the Drawing of the reads `first` to `stop` - 1 among the n reads."""
+        """Return the Drawing of the reads `first` to `stop` - 1 among the n reads."""
         return self if (first, stop) == (0, len(self.reads)) else self.pick(np.arange(first, stop))
 
     def pick(self, places: np.ndarray) -> Drawing:
-        """Returns the Drawing of those of the n reads that stand at these places, int64 ascending."""
+        """Return the Drawing of the reads at these places among the n reads, int64 ascending."""
         raggeds = (self.bias, self.banned_ids, self.output_counts)
         bias, banned_ids, output_counts = (ragged and ragged.pick(places) for ragged in raggeds)
         inside = np.isin(self.grammar_reads, places)
@@ -214,77 +185,58 @@ class Drawing:
 
 @dataclass(eq=False, slots=True)
 class SlotStep(Message):
-    """A SlotStep asks for one forward pass over n rows whose keys lie in the slots of the store.
+    """One forward pass over n rows with their keys in the slots of the store. The result is a SlotResult.
 
-    Its rows are its queries, numbered from 0 to n - 1.
-
-    tokens, positions  int32 [n]; token -1 - i stands for the token in flight of the i-th read of the SlotStep before.
-                       The tokens of a step that follows may be the very `ids` of the result before, int64
-    slots              int64 [n]: the slot that each row's K/V is written to
-    run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
-                       the rows of positions from `run_position` on, and are visible to the queries from `run_first`
-                       up to, not including, `run_last`. A new row is seen from its own query on
-    read_rows          int64, ascending: rows whose hidden states are wanted
-    reads              int64 [p], ascending: the place in read_rows of each read; several reads may share a row
-    state_reads        int64 [k], ascending: the places in read_rows of the rows whose hidden states are kept in their
-                       slots
-    drawing            how tokens are chosen; None: every read that gives a token takes the most likely one
-    read_outs          the values of the reads that give no token, a Reads for each readout
-    adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
-                       None: no row has an adapter
-    feature            what a feature's part of the engine tells the feature's part of the worker about these rows
-    follows            whether it is the same step again as the SlotStep before (the scheduler's RepeatedStep): its
-                       rows are those of that step, each one position and one slot further, so that each sees the
-                       keys of the row before, and itself. All but `tokens` and the drawing stays as it was
-
-    Its result is a SlotResult.
+    The rows are the queries, numbered from 0 to n - 1.
     """
 
+    # int32 [n]. Token -1 - i stands for the token in flight of read i of the previous SlotStep. The tokens of a step
+    # that follows may be the same `ids` array (int64) as in the previous result.
     tokens: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
+    positions: np.ndarray  # int32 [n]
+    slots: np.ndarray  # int64 [n]: the slot for each row's K/V
+    # int64 [r] each: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on have the rows of
+    # positions from `run_position` on. They are visible to the queries from `run_first` up to, not including,
+    # `run_last`. A new row is visible from its own query on.
     run_start: np.ndarray
     run_count: np.ndarray
     run_position: np.ndarray
     run_first: np.ndarray
     run_last: np.ndarray
-    read_rows: np.ndarray
+    read_rows: np.ndarray  # int64, ascending: rows for which hidden states are needed
+    # int64 [p], ascending: the place in read_rows of each read; several reads may share a row.
     reads: np.ndarray = field(default_factory=lambda: NOTHING)
-    drawing: Drawing | None = None
-    read_outs: tuple[Reads, ...] = ()
+    drawing: Drawing | None = None  # how tokens are drawn; None: every read that draws a token is greedy
+    read_outs: tuple[Reads, ...] = ()  # for reads without a token: one Reads per readout
+    # int64 [n]: the LoRA adapter of each row as a place in `Facts.adapters`, -1 for none; None: no row has an adapter.
     adapters: np.ndarray | None = None
-    feature: object = None
+    feature: object = None  # data from a feature's part of the engine for its part of the worker
+    # int64 [k], ascending: places in read_rows of the rows that keep their hidden states in their slots.
     state_reads: np.ndarray = field(default_factory=lambda: NOTHING)
+    # True: this step repeats the previous SlotStep (see the scheduler's RepeatedStep). Each row is one position and one
+    # slot further, so it sees the keys of the row before, and itself. Only `tokens` and `drawing` differ otherwise.
     follows: bool = False
 
     @property
     def num_rows(self) -> int:
-        """Returns how many rows go through the model."""
+        """The number of rows computed."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepResult:
-    """The values that a step read.
+    """The values that a step read."""
 
-    values  float32 [reads, ...]
-    greedy  bool [reads] with "logprobs": whether each target is the most likely token of its row; else None
-    """
-
-    values: np.ndarray
-    greedy: np.ndarray | None = None
+    values: np.ndarray  # float32 [reads, ...]
+    greedy: np.ndarray | None = None  # bool [reads], for "logprobs": the target is the most likely token of its row
 
 
 @dataclass(eq=False, slots=True)
 class SlotResult:
-    """The tokens and values that a SlotStep read.
+    """The tokens and values that a SlotStep read."""
 
-    ids       int64 [p]: the token of each read; -1 if no token is allowed, or values were read; or NOT_FINITE. The
-              array may be that of the next step's result too
-    logprobs  the wanted log-probabilities, by the number of the read
-    values    a StepResult for each of the step's `read_outs`
-    """
-
+    # int64 [p]: the token of each read; NOT_FINITE, or -1 if no token is allowed or values were read. The next step's
+    # result may use the same array.
     ids: np.ndarray
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    values: tuple[StepResult, ...] = ()
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # number of a read -> its log-probabilities
+    values: tuple[StepResult, ...] = ()  # one StepResult for each of the step's `read_outs`

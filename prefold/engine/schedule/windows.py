@@ -1,10 +1,9 @@
-"""The planner of row streams: it cuts one window of prompts into steps.
+"""The planner of row streams: cuts one window of prompts into steps.
 
-A step is a function of the rows that it computes: `step(start, stop)` reads the window's trie and changes nothing, so
-that a step which does not fit into memory becomes two calls of it. `plan` returns the next step, and `commit` advances
-to the rows behind it. Planning needs no results, so a caller may commit a step before it has run, and plan ahead. A
-span is computed in one step, so that no step begins or ends within one. This module decides rows only: no tensors, no
-attention, no clock.
+A step is a function of its rows: `step(start, stop)` reads the window's trie and changes nothing. So a step that does
+not fit in memory becomes two calls. `plan` returns the next step, and `commit` advances past its rows. Planning needs
+no results, so a caller may commit a step before it has run, and plan ahead. A span is computed in one step, so no step
+starts or ends inside a span. This module only decides rows: no tensors, no attention, no clock.
 """
 
 from __future__ import annotations
@@ -22,25 +21,18 @@ from .steps import NOTHING, Reads, StreamStep, folded
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlannedStep:
-    """A PlannedStep is the message for the rows start <= row < stop of a window's stream, with the requests of its
-    reads.
-
-    requests       int64 [d]: requests of the window whose last row is in this step
-    request_reads  int64 [d]: the row of the step's result that each of these requests takes; empty with "logprobs"
-    targets        int64 [p]: with "logprobs" the place in the window's targets of each row of the result; otherwise
-                   empty
-    """
+    """The message for the rows start <= row < stop of a window's stream, and the requests that its reads answer."""
 
     start: int
     stop: int
     message: StreamStep
-    requests: np.ndarray
-    request_reads: np.ndarray
-    targets: np.ndarray
+    requests: np.ndarray  # int64 [d]: requests of the window with their last row in this step
+    request_reads: np.ndarray  # int64 [d]: for each of these, its row of the result; empty for "logprobs"
+    targets: np.ndarray  # int64 [p]: for "logprobs", the place of each result row in the window's targets; else empty
 
 
 class StreamPlanner(Protocol):
-    """A StreamPlanner cuts one window of a row stream into steps, as a WindowPlanner does."""
+    """The interface of a WindowPlanner: cuts one window of a row stream into steps."""
 
     def plan(self, max_rows: int | None = None) -> PlannedStep | None: ...
 
@@ -50,16 +42,17 @@ class StreamPlanner(Protocol):
 
 
 class WindowPlanner:
-    """A WindowPlanner cuts the stream of one window into steps of at most `max_batch_rows` rows.
+    """Cuts the stream of one window into steps of at most `max_batch_rows` rows.
 
-    With sharing "full" a step is any contiguous range of the depth-first rows. With "mlp" and "off" it is whole
-    prompts in order of arrival, and a prompt that is too long for a step runs in chunks of its own; "mlp" folds the
-    prompts of a step. Of neighbouring twins (the one-token labels of a prompt) only one runs, with "mlp" and "off" too.
+    With sharing "full", a step is any contiguous range of the depth-first rows. With "mlp" and "off", a step is whole
+    prompts in order of arrival, and a prompt that is too long for a step runs alone in chunks; "mlp" folds the prompts
+    of a step. Among neighbouring twins (such as the one-token labels of a prompt), only one runs, in every mode.
 
-    follows  whether the worker holds the path that the window before left behind; the stream then goes on from that
-             path, and otherwise begins at the window's first row
-    stream   the number of the stream in the messages
-    adapter  the number of the window's LoRA adapter in the messages
+    Args:
+        follows: The worker holds the path of the previous window, and the stream continues from that path. Otherwise
+            the stream starts at the window's first row.
+        stream: The number of the stream in the messages.
+        adapter: The number of the window's LoRA adapter in the messages.
     """
 
     def __init__(
@@ -92,38 +85,38 @@ class WindowPlanner:
             self.trie = Trie.build(tokens, self._offsets, share=False)
             self._last_row, self._order = self.trie.last_row[twin_of], np.arange(window.num_requests)
         self._span = span_starts(self.trie.tokens)
-        # Last rows ascend along this order, so the sequences a step ends are a slice of it.
+        # Last rows ascend in this order, so the sequences that end in a step are a slice.
         self._last_rows = self._last_row[self._order]
         self._target_rows, self._targets = self._rows_of_targets()
 
     def plan(self, max_rows: int | None = None) -> PlannedStep | None:
-        """Returns the next step, or None when every row has been committed. Changes nothing.
+        """Return the next step, or None when every row has been committed. Change nothing.
 
-        max_rows  the most rows of the step; None: `max_batch_rows`
+        `max_rows` limits the rows of the step; None: `max_batch_rows`.
         """
         start, max_rows = self._position, self.max_batch_rows if max_rows is None else max_rows
         return None if start >= self.trie.num_rows else self.step(start, self._clear(start, self._cut(start, max_rows)))
 
     def commit(self, step: PlannedStep) -> None:
-        """Advances to the rows behind `step`. Raises ValueError if `plan` did not return it last."""
+        """Advance past the rows of `step`. Raise ValueError if `step` does not start at the current row."""
         if step.start != self._position:
             raise ValueError(f"step starts at row {step.start}, the stream is at row {self._position}")
         self._position = step.stop
 
     def halves(self, step: PlannedStep) -> tuple[PlannedStep, PlannedStep]:
-        """Returns the rows of a step, at least two, as two steps that are run one after the other.
+        """Return the rows of a step (at least two) as two steps, to run one after the other.
 
-        With sharing "mlp" a half that begins or ends within a prompt is not folded. Raises OutOfMemoryError if all rows
+        With sharing "mlp", a half that starts or ends inside a prompt is not folded. Raise OutOfMemoryError if all rows
         are one span.
         """
         middle = self._clear(step.start, (step.start + step.stop) // 2)
         if middle == step.stop:
             rows = step.stop - step.start
-            raise OutOfMemoryError(f"memory is too small for the {rows} rows of an image, which are computed together")
+            raise OutOfMemoryError(f"memory is too small for the {rows} rows of an image, which must run in one step")
         return self.step(step.start, middle), self.step(middle, step.stop)
 
     def step(self, start: int, stop: int) -> PlannedStep:
-        """Returns the step that computes the rows start <= row < stop, after the rows before them."""
+        """Return the step that computes the rows start <= row < stop, after the rows before them."""
         trie = self.trie
         path = trie.path(start)
         keys = np.concatenate((path, np.arange(start, stop, dtype=np.int64)))
@@ -159,56 +152,56 @@ class WindowPlanner:
         return PlannedStep(start, stop, message, self._order[first:last], done_reads, targets)
 
     def _clear(self, start: int, cut: int) -> int:
-        """Returns `cut`, moved out of a span: to the span's first row, or behind the span if that row is `start`."""
+        """Return `cut`, moved out of a span: to the span's first row, or past the span if that row is `start`."""
         if self._span is None or cut >= self.trie.num_rows or self._span[cut] == cut:
             return cut
         first = int(self._span[cut])
         return first if first > start else int(np.searchsorted(self._span, first, side="right"))
 
     def _first_keys(self, start: int, stop: int, path: int) -> np.ndarray | None:
-        """Returns `StreamStep.first` of a step."""
+        """Return `StreamStep.first` of a step."""
         if self._span is None:
             return None
         first = np.concatenate((np.arange(path), self._span[start:stop] - start + path))
         return None if np.array_equal(first, np.arange(len(first))) else first
 
     def _cut(self, start: int, max_rows: int) -> int:
-        """Returns the row behind the step that begins at `start`."""
+        """Return the end of the step that starts at row `start`."""
         remaining = self.trie.num_rows - start
         if remaining <= max_rows:
             if self.sharing == "full":
                 return self.trie.num_rows
         elif self.sharing == "full":
-            # Steps of equal size: a last step of a few rows would run far below the machine's speed.
+            # Use steps of equal size, because a last step of a few rows would be inefficient.
             steps = -(-remaining // max_rows)
             return start + -(-remaining // steps)
         offsets = self._offsets
         sequence = int(np.searchsorted(offsets, start, side="right")) - 1
-        if start > offsets[sequence]:  # within an over-long prompt: its chunks run alone
+        if start > offsets[sequence]:  # inside an over-long prompt: its chunks run alone
             return min(start + max_rows, int(offsets[sequence + 1]))
         whole = int(offsets[np.searchsorted(offsets, start + max_rows, side="right") - 1])
         return whole if whole > start else start + max_rows
 
     def _needed_after(self, keys: np.ndarray, stop: int) -> np.ndarray:
-        """Returns which keys the rows from `stop` on see; at the window's end, which keys the next window may see."""
+        """Return which keys the rows from `stop` on see; at the window's end, which keys the next window may see."""
         if stop < self.trie.num_rows:
             return self.trie.end[keys] > stop
         if self.sharing != "full":
             return np.zeros(len(keys), bool)
-        # The next window goes on from the path of this window's last sequence.
+        # The next window continues from the path of this window's last sequence.
         return np.isin(keys, self.trie.rows_of(int(self.trie.order[-1])))
 
     def _fold(self, start: int, stop: int) -> PrefixMap | None:
         offsets = self._offsets
         first, last = np.searchsorted(offsets, (start, stop))
         if offsets[first] != start or offsets[last] != stop:
-            return None  # a chunk of an over-long prompt: one sequence, nothing to fold
+            return None  # a chunk of an over-long prompt is one sequence: nothing to fold
         return PrefixMap.build(self.trie.tokens[start:stop], offsets[first : last + 1] - start)
 
     def _rows_of_targets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the row of every target, ascending, and its place in window.targets.
+        """Return the row of every target, ascending, and its place in window.targets.
 
-        Target t of m is read at the row m - 1 - t steps above the sequence's last row.
+        Target t of m is read m - 1 - t rows above the sequence's last row.
         """
         starts, stops = self.window.target_offsets[:-1], self.window.target_offsets[1:]
         counts = stops - starts
@@ -225,20 +218,20 @@ class WindowPlanner:
 
 
 def reusable_rows(window: Window, readout: Readout) -> int:
-    """Returns how many rows of the path that the window before left behind this window need not compute again.
+    """Return how many rows of the previous window's path this window can reuse.
 
-    They are the rows of the window's `common` tokens up to the first row that is read, or up to the span of that row: a
-    path holds K/V, and no results. A mean, and a request without targets, are read at the last row of the prompt; the
-    path holds the hidden states that a mean needs of the rows above.
+    These are the rows of the window's `common` tokens up to the first row that is read, or up to that row's span: a
+    path has K/V, but no results. A mean, and a request without targets, are read at the prompt's last row. For a mean,
+    the path also has the hidden states of the rows above.
     """
     if not window.common:
         return 0
     lengths = np.diff(window.offsets)
     if readout.kind != "logprobs":
-        # Only a twin of the last request before ends in a common row, and a twin would come first.
+        # Only a twin of the previous request ends in a common row, and a twin would come first.
         return clear_of_span(window.tokens, min(window.common, int(lengths[0]) - 1))
-    # A request reads a common row when its first read position lies within what it shares with the last request
-    # before; in sorted order that is the smallest of the prefixes shared by neighbours up to it.
+    # A request reads a common row if its first read position is inside the prefix that it shares with the previous
+    # window's last request. In sorted order, this prefix is the smallest of the prefixes shared by neighbours up to it.
     shared = window.shared.copy()
     shared[0] = window.common
     shared = np.minimum.accumulate(shared)
@@ -249,8 +242,11 @@ def reusable_rows(window: Window, readout: Readout) -> int:
 
 
 def merge_twins(window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Drops every request that equals the request before it. Returns the tokens and offsets of the requests that
-    stay, and for each request of the window the number of the request that stands for it, int64 [B]."""
+    """Drop every request that equals the request before it.
+
+    Return the tokens and offsets of the remaining requests, and for each request of the window the number of the
+    request that represents it, int64 [B].
+    """
     lengths, shared = np.diff(window.offsets), window.shared
     twin = np.zeros(len(lengths), bool)
     twin[1:] = (shared[1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])

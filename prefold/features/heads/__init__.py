@@ -1,1 +1,1 @@
-"""Decision heads, a file each: they score the options of a question by the hidden states of its prompt. No torch."""
+"""Decision heads, one per file: they score the options of a question from hidden states of its prompt. No torch."""

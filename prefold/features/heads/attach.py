@@ -1,4 +1,4 @@
-"""Enter the decision heads and listwise rerankers in the tables of the core."""
+"""Register the decision heads and listwise rerankers in the core's tables."""
 
 from __future__ import annotations
 

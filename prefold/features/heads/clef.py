@@ -1,9 +1,9 @@
-"""The joint schema head of Clef models: a small transformer over the states of a whole prompt with all its questions.
+"""The joint schema head of Clef models: a small transformer over the hidden states of one prompt with all questions.
 
-The head is in joint_head.safetensors and joint_head_config.json beside the weights. Each option gathers evidence from
-the prompt, the questions look at each other and at the prompt, and the rows of the LM head for an option's tokens say
-what it means. So the answer to a question depends on the other questions of its state. Tested with random weights
-against the formula; no published checkpoint was at hand. Images, audio and video are not read.
+The head is in joint_head.safetensors and joint_head_config.json beside the weights. Each option attends to the prompt.
+The questions attend to each other and to the prompt, so an answer depends on the other questions about its state. The
+LM head's rows for an option's tokens tell the head what the option means. Images, audio and video are not read. Tested
+with random weights against the formula, because no published checkpoint was available.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def _text(value: object) -> str:
 
 
 def _order(kind: str, options: Sequence[str]) -> list[int]:
-    """Return the options of a question in the order of the prompt. The options of a choice are sorted by name."""
+    """Return the order of a question's options in the prompt, as indices. Only a choice is sorted (by name)."""
     places = range(len(options))
     return sorted(places, key=lambda i: options[i]) if kind == "choice" else list(places)
 
 
 def write(state: object, questions: Sequence[ShownQuestion]) -> list[str]:
-    """Return the pieces of the prompt of all questions, with marks around each instruction and each option."""
+    """Return the pieces of the prompt for all questions, with a mark before and after each instruction and option."""
     pieces: list[str] = [_BEFORE, _APART, _text(state), _APART, "\n\nSCHEMA FIELDS:\n", _APART]
     for number, question in enumerate(questions, start=1):
         asked = question["instructions"]
@@ -73,7 +73,7 @@ def write(state: object, questions: Sequence[ShownQuestion]) -> list[str]:
 
 
 class ClefReader(Reader):
-    """A ClefReader scores all options of all questions of a prompt by the states of all of its rows."""
+    """Scores for all options of all questions, from the hidden states of every row of the prompt."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.readout = Readout("last")
@@ -99,7 +99,7 @@ class ClefReader(Reader):
     def all_scores(
         self, questions: Sequence[Question], values: Sequence[np.ndarray], note: Any
     ) -> Sequence[tuple[np.ndarray, None, None]]:
-        """Return the score of each option of all questions of a prompt, in the order of the question."""
+        """Return the scores of each question's options, in the question's order. Clef has no label probabilities."""
         marks, ids = note
         spans, tensors = _pairs(marks), self._tensors
         states = normed(np.stack(values), tensors, "hidden_norm")
@@ -156,7 +156,7 @@ class ClefReader(Reader):
         return float(np.exp(min(float(self._tensors[name]), _MOST_SCALE)))
 
     def _attend(self, queries: np.ndarray, keys: np.ndarray, part: str) -> np.ndarray:
-        """Return the attention of all queries over all keys, which are their values too, float64 [queries, width]."""
+        """Return the attention of `queries` over `keys`, which are also the values, float64 [queries, width]."""
         weight, bias = self._tensors[f"{part}.in_proj_weight"], self._tensors[f"{part}.in_proj_bias"]
         q, k, v = (
             (rows @ w.T + b).reshape(len(rows), self._heads, -1).swapaxes(0, 1)
@@ -178,7 +178,7 @@ def _unit(rows: np.ndarray, least: float = 1e-12) -> np.ndarray:
 
 
 def _shapes(hidden: int, width: int, feedforward: int, routing: int, layers: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a head."""
+    """Return the shape of each tensor of the head, by name."""
     names = ("memory", "question", "option_question", "global", "option_context", "option_lexical")
     shapes: dict[str, tuple[int, ...]] = {f"{name}_projection.weight": (width, hidden) for name in names}
     shapes |= {"type_embedding.weight": (len(_TYPES), width)}

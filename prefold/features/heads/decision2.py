@@ -1,8 +1,9 @@
-"""The head of Decision 2.0 models: a bilinear form and an MLP of the states at the end of the prompt and each option.
+"""The head of Decision 2.0 models: a bilinear form and an MLP over the hidden states of the options and the end.
 
-A package has its model in the folder `backbone`, decision_head.safetensors and decision_config.json, and
-MODEL_MANIFEST.json, which names the files of temperatures and of offsets of score levels. Packages that are LoRA
-adapters are not read. Tested with random weights against the formula; no published checkpoint was at hand.
+A package has its model in the folder `backbone`. Beside it are decision_head.safetensors, decision_config.json and
+MODEL_MANIFEST.json, which names the files with temperatures and with offsets for score levels. Packages that are LoRA
+adapters are not supported. Tested with random weights against the formula, because no published checkpoint was
+available.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ _NOUL = {"false": "No", "true": "Yes"}
 
 
 def canonical(value: object) -> str:
-    """Return a JSON value with sorted keys and without spaces."""
+    """Return a value as compact JSON with sorted keys."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
 def write(state: object, questions: Sequence[ShownQuestion]) -> list[str]:
-    """Return the pieces of the prompt of a question, each encoded apart, with a mark behind each option and the end."""
+    """Return the pieces of a question's prompt, with a mark after each option and at the end.
+
+    Options are encoded separately from the text around them.
+    """
     (question,) = questions
     asked = f"Task type: {question['type']}\nQuestion:\n{_text(question['instructions'])}\nOptions:"
     pieces: list[str] = [f"Context:\n{_text(state)}\n\n{asked}", _APART]
@@ -52,7 +56,7 @@ def _text(value: object) -> str:
 
 
 class Decision2Reader(Reader):
-    """A Decision2Reader scores options by their states and the state at the end of the prompt."""
+    """Scores from the hidden state after each option and the hidden state at the end of the prompt."""
 
     def __init__(self, checkpoint: Checkpoint, config: Settings, manifest: Settings):
         self.readout = Readout("last")
@@ -96,13 +100,13 @@ class Decision2Reader(Reader):
 
 
 def _named(checkpoint: Checkpoint, manifest: Settings, part: str, key: str) -> Mapping[str, Any]:
-    """Return the object under a key of the file that a part of the manifest names; {} without this part."""
+    """Return the object under `key` in the file that `part` of the manifest names, or {} without that part."""
     if not manifest.get(part):
         return {}
     name = manifest.settings(part).text("file")
     found = read_object(checkpoint, name, keys="").get(key)
     if not isinstance(found, dict):
-        raise CheckpointError(f"{manifest.file} names {name} under {part}, in which {key!r} is no object")
+        raise CheckpointError(f"{manifest.file} names {name} under {part}, but {key!r} in that file is not an object")
     return found
 
 

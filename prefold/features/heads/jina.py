@@ -1,10 +1,10 @@
-"""The listwise rerankers of Jina (v3, v3.5): a projector over the states behind each document and behind the query.
+"""Listwise rerankers of Jina (v3, v3.5): a projector over the hidden states after each document and after the query.
 
-The projector, two linears with ReLU between them, is among the weights of JinaForRanking, or in projector.safetensors
-beside them. The score of a document is the cosine between its vector and that of the query. A list of more than 125
-documents, or of more tokens than a prompt may have, is split; the query's vector is then the mean over the prompts,
-each weighted by its best score. Version 3.5 has sliding windows in some layers, and keeps more tokens of a prompt free.
-Tested with random weights against the formula; no published checkpoint was at hand.
+The projector is two linears with a ReLU between them. It is among the weights of JinaForRanking, or in
+projector.safetensors beside them. A document's score is the cosine between its projected vector and the query's. A list
+is split if it has more than 125 documents or does not fit into one prompt. The query's vector is then the mean over the
+prompts, each weighted by its best score. Version 3.5 has sliding windows in some layers, and leaves more tokens of a
+prompt free. Tested with random weights against the formula, because no published checkpoint was available.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...tasks.listwise import NEEDED, RANKERS, ListReader
 from .tensors import HeadTensors
 
 PROJECTOR = "projector.safetensors"
-# Names of the two linears: among the weights, and in a file of their own.
+# Names of the two linears among the model's weights, and in the projector's own file.
 _WITHIN, _BESIDE = ("projector.0.weight", "projector.2.weight"), ("linear1.weight", "linear2.weight")
 _HEAD = (
     "<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the passages based on how "
@@ -47,7 +47,7 @@ def jina_ranker(hf: HFConfig) -> ModelConfig:
 
 
 class JinaReader(ListReader):
-    """A JinaReader scores documents by the cosine between projected states."""
+    """Scores of documents, as cosines between projected hidden states."""
 
     marks = ("<|embed_token|>", "<|rerank_token|>")
     most = 125
@@ -55,7 +55,7 @@ class JinaReader(ListReader):
 
     def __init__(self, checkpoint: Checkpoint):
         if checkpoint.format == "dummy":
-            message = f"{checkpoint.name} ranks with a projector, which is read from its weights"
+            message = f"{checkpoint.name} ranks with a projector that is among its weights"
             raise UnsupportedModelError(f"{message}; load the model here, without --url and --load-format dummy")
         config = Settings.of(checkpoint.config)
         hidden = config.size("hidden_size")
@@ -67,7 +67,7 @@ class JinaReader(ListReader):
         self._tensors = HeadTensors(checkpoint, PROJECTOR if beside else None, shapes)
 
     def write(self, query: Text, documents: Sequence[Text], instruction: str | None) -> list[Text]:
-        # The template goes on behind the last mark, where no row sees it.
+        # The rest of the template follows the last mark. It is left out, because no row that is read sees it.
         of_document, of_query = self.marks
         pieces: list[Text] = [_HEAD + _ASK.format(len(documents)), query, "\n"]
         if instruction:
@@ -94,4 +94,4 @@ def _cosines(rows: np.ndarray, query: np.ndarray) -> np.ndarray:
 
 add_families({"JinaForRanking": jina_ranker}, model_types={}, own_code={"JinaForRanking"})
 RANKERS["JinaForRanking"] = RANKERS[PROJECTOR] = JinaReader
-NEEDED[JinaReader.marks[1]] = f"the projector, which a folder has among its weights or in {PROJECTOR}"
+NEEDED[JinaReader.marks[1]] = f"the projector, which is among the weights of a folder or in its {PROJECTOR}"

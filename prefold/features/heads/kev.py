@@ -1,8 +1,9 @@
-"""The pointer head of Kev models: it compares the state at the prompt's last token with that at the end of each option.
+"""The pointer head of Kev models: compares the hidden state at the prompt's last token with each option's last token.
 
-The head is read from head.safetensors and head.meta.json, as published for runtimes that open no pickles, or from
-head.safetensors and a config.json of the architecture KevModel, with the adapter merged into the weights. head.pt, a
-pickle, is not opened. Tested with random weights against the formula; no published checkpoint was at hand.
+Two forms are read: head.safetensors with head.meta.json, as published for runtimes that open no pickles; and
+head.safetensors with a config.json of the architecture KevModel, whose adapter is merged into the weights. head.pt is a
+pickle and is never opened. Tested with random weights against the formula, because no published checkpoint was
+available.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ...text.decisions import MARK, DecisionSettings, ShownQuestion, Token
 from .tensors import HeadTensors
 
 TENSORS, META = "head.safetensors", "head.meta.json"
-# Tokens of Qwen before the state, the question and each option, behind each option, and at the end.
+# Special tokens of Qwen: before the state, the question and each option, after each option, and at the end.
 STATE, QUESTION, OPTION, CLOSE, DECIDE = (
     Token(f"<|{name}|>") for name in ("fim_prefix", "fim_middle", "box_start", "box_end", "fim_suffix")
 )
@@ -37,14 +38,14 @@ def kev(hf: HFConfig) -> ModelConfig:
     """A decision model: a language model without its head, whose hidden states a pointer head reads."""
     settings, own = Settings.of(hf), ("kev_head_dim", "kev_temperature")
     for key in own:
-        settings.get(key)  # which KevReader reads
+        settings.get(key)  # marks the key as read; KevReader applies it
     inner = settings.settings("text_config") or settings
     config = config_from({key: inner[key] for key in inner if key not in ("architectures", *own)})
     return replace(config, lm_head=False)
 
 
 def flat(value: object, depth: int = 0) -> str:
-    """Return a JSON value as the labelled lines that the head was trained with."""
+    """Return a JSON value as labelled lines, the form that the head was trained with."""
     before = "  " * depth
     if isinstance(value, list):
         return "\n".join(f"{before}- {flat(part, depth + 1).lstrip()}" for part in value)
@@ -59,7 +60,7 @@ def flat(value: object, depth: int = 0) -> str:
 
 
 def write(state: object, questions: Sequence[ShownQuestion]) -> list[str]:
-    """Return the pieces of the prompt of a question, with a mark behind each option and at the end."""
+    """Return the pieces of a question's prompt, with a mark after each option and at the end."""
     (question,) = questions
     pieces: list[str] = [STATE, _text(state), QUESTION, _text(question["instructions"])]
     for option, said in zip(question["options"], question["descriptions"], strict=True):
@@ -73,12 +74,12 @@ def write(state: object, questions: Sequence[ShownQuestion]) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Return a value as a text, in which what looks like a control token is written in another way."""
+    """Return a value as text, with a broken bar in place of the bar of anything that looks like a control token."""
     return _CONTROL.sub(r"<¦\1¦>", flat(value))
 
 
 class KevReader(Reader):
-    """A KevReader scores each option by the product of a key and the query, over the root of their length."""
+    """Scores `key @ query / sqrt(head_dim)`, with a key from each option and the query from the prompt's end."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.readout = Readout("last")
@@ -87,7 +88,7 @@ class KevReader(Reader):
         found = read_object(checkpoint, META, keys="")
         meta = found.get("meta", found)
         if not isinstance(meta, dict):
-            raise CheckpointError(f"{checkpoint.name}: meta of {META} is no object")
+            raise CheckpointError(f"{checkpoint.name}: meta of {META} is not an object")
         for name in ("option_isolation", "special_embeddings"):
             if meta.get(name):
                 raise UnsupportedModelError(f"{checkpoint.name}: {name} of {META} is {meta[name]!r}; only false works")

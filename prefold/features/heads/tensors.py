@@ -1,4 +1,4 @@
-"""Read the tensors of a head from a safetensors file beside the weights of a model. No torch."""
+"""Tensors of a head, read from safetensors files of the model's folder, and the few operations heads need. No torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 class HeadTensors(Mapping[str, np.ndarray]):
-    """The tensors of a head, float32. Names and shapes are checked at once, and the numbers are read when asked for."""
+    """The tensors of a head, float32. Names and shapes are checked at once; values are read at first use."""
 
     def __init__(self, checkpoint: Checkpoint, name: str | None, shapes: Mapping[str, tuple[int, ...]]):
-        """Raise CheckpointError unless the file has just these tensors, of these shapes (-1: any size).
+        """Raise CheckpointError unless the file has exactly these tensors with these shapes (-1: any size).
 
-        name: of the file; None: the tensors are among the weights of the model
+        name: the head's file; None if its tensors are among the model's weights, which may have others too
         """
         path = None if name is None else checkpoint.file(name)
         if name is not None and path is None:
-            raise CheckpointError(f"{checkpoint.name} has no file {name}, which its head is in")
+            raise CheckpointError(f"{checkpoint.name} has no file {name}, which has the weights of its head")
         self._files: dict[str, SafetensorsFile] = {}
         for file in map(SafetensorsFile, _files(checkpoint) if path is None else [path]):
             self._files |= {key: file for key in file.tensors if path is not None or key in shapes}
@@ -35,7 +35,7 @@ class HeadTensors(Mapping[str, np.ndarray]):
         for key in sorted(shapes.keys() | found.keys()):
             if not _fits(found.get(key), shapes.get(key)):
                 has, needs = (f"the shape {list(of[key])}" if key in of else "no such tensor" for of in (found, shapes))
-                raise CheckpointError(f"{path or checkpoint.name}: of {key!r} the file has {has}, and the head {needs}")
+                raise CheckpointError(f"{path or checkpoint.name}: {key!r}: the file has {has}, the head needs {needs}")
         self.shapes = found
 
     @cached_property
@@ -59,7 +59,7 @@ def _fits(found: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> bool:
 
 
 def normed(rows: np.ndarray, tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the LayerNorm of rows, float64 [rows, width]."""
+    """Return the LayerNorm of rows, float64 [rows, width]. name: prefix of its weight and bias"""
     centred = rows - rows.mean(-1, keepdims=True)
     scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + _EPS)
     out: np.ndarray = scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
@@ -67,22 +67,22 @@ def normed(rows: np.ndarray, tensors: Mapping[str, np.ndarray], name: str) -> np
 
 
 def linear(rows: np.ndarray, tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the product of rows with a linear, which may have a bias."""
+    """Return the output of a linear, [rows, outputs]. name: prefix of its weight and, if it has one, its bias"""
     out: np.ndarray = rows @ tensors[f"{name}.weight"].T
     return out + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else out
 
 
 def gelu(rows: np.ndarray) -> np.ndarray:
-    """Return the exact GELU."""
+    """Return the exact GELU (with erf, not tanh)."""
     out: np.ndarray = rows * 0.5 * (1.0 + np.asarray(_erf(rows / math.sqrt(2.0)), np.float64))
     return out
 
 
 class StoredRows:
-    """The rows of the output embedding of a folder's model, read one by one from its safetensors files."""
+    """Rows of the model's output embedding, read by token id from its safetensors files."""
 
     def __init__(self, checkpoint: Checkpoint):
-        """Raise CheckpointError if the folder has no such matrix."""
+        """Raise CheckpointError if the folder has no output embedding in safetensors files."""
         found = {name: file for path in _files(checkpoint) for file in [SafetensorsFile(path)] for name in file.tensors}
         for wanted in ("lm_head.weight", "embed_tokens.weight"):  # a tied head is not stored twice
             for name, file in found.items():
@@ -93,7 +93,7 @@ class StoredRows:
                     self._file, self._name, self.width = file, name, tensor.shape[1]
                     return
         raise CheckpointError(
-            f"{checkpoint.name} has no lm_head.weight in safetensors files, whose rows its head reads"
+            f"{checkpoint.name} has no lm_head.weight in safetensors files, but its head reads rows of that matrix"
         )
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _floats(values: np.ndarray, file: SafetensorsFile, name: str) -> np.ndarray:
-    """Return a tensor's numbers as float32."""
+    """Return a tensor as float32. Raise CheckpointError if it has no floating dtype."""
     if values.dtype not in FLOATING:
         raise CheckpointError(f"{file.path}: {name!r} is of type {file.tensors[name].type}")
     return values.astype(np.float32)

@@ -1,7 +1,8 @@
-"""The room of models that transformers' own modules compute: any causal model that prefold has no family for.
+"""Models computed by transformers' own modules: any causal model that has no prefold family.
 
-Attention is ours, over rows and slots, and so are the products of linears; norms, positions and all else is
-transformers'. A model is taken when a check at load finds that rows of a trie give what whole prompts give.
+prefold computes attention, over rows and slots, and the products of linears. transformers' modules compute the rest,
+such as norms and positions. A model is accepted if a check at load finds the same results for rows of a trie and for
+whole prompts.
 
 Only `attach` and `config` do not import torch.
 """

@@ -1,4 +1,4 @@
-"""Enters transformers' modules in the tables of the core, for architectures that no family takes. No torch."""
+"""Register transformers' modules in the core's tables, for architectures without a prefold family. No torch."""
 
 from __future__ import annotations
 

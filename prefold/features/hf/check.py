@@ -1,5 +1,8 @@
-"""The rules that a model of transformers keeps to where rows of a trie can stand for whole prompts, and the check that
-it does: its own attention over whole prompts, beside ours over the rows of their trie, in several steps."""
+"""Check that a transformers model treats rows independently, so that trie rows can replace whole prompts.
+
+The check compares transformers' attention over whole prompts with prefold's attention over the rows of their trie, in
+several steps.
+"""
 
 from __future__ import annotations
 
@@ -23,43 +26,41 @@ from ...worker.torch.rows import Path, forward_stream, prepare, row_attention_of
 from .config import PlaneHeads, TransformersConfig
 from .model import NAME, PASSES, TransformersLM
 
-# The name of the attention that notes how it is called.
+# The name of the attention that records how modules call it.
 NOTING = "prefold_noting"
-# Lengths of the prompts, each with how many of its first tokens are those of the prompt before.
+# (length of a prompt, number of its first tokens that it shares with the prompt before)
 PROMPTS = ((21, 0), (17, 9), (12, 12), (19, 3), (1, 0))
 STEP = 11  # rows
-# What results may differ by, in parts of their length, in float32 and in a smaller dtype: the first number, or, where
-# that is more, so many times what transformers' own two kinds of attention (eager and sdpa) differ by, but no more than
-# the second number.
+# The relative difference that results may have, in float32 and in smaller dtypes: the first number, or TIMES the
+# difference between transformers' own attentions (eager and sdpa) if that is larger, but at most the second number.
 DIFFERENCE, ROUNDED_DIFFERENCE, TIMES = (1e-4, 1e-2), (0.1, 0.3), 3
-# Arguments of attention that change its result, and are read here, and tensors that do not change it.
+# Arguments of attention that are handled here, and tensors that do not change its result.
 KNOWN = {"sliding_window", "softcap", "s_aux", "position_ids", "position_embeddings"}
-# Settings that break the rules in prompts longer than those of the check.
+# Settings that break the rules only in prompts longer than the check's.
 HIDDEN = {"attn_temperature_tuning": "its attention is weighed by a count of rows, not by position_ids"}
-# Positions at which it is looked at what a mask shows.
+# The mask is checked at positions below this number.
 MOST_SEEN = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutputs:
-    """An ExpectedOutputs is what a model gives of whole prompts, by transformers' own attention.
+    """The model's outputs for the check's prompts, by transformers' own attention."""
 
-    states  the hidden state of each prompt's last token, [prompts, hidden]
-    logits  of the same, [prompts, vocabulary]; None: there is no LM head
-    """
-
-    states: Tensor
-    logits: Tensor | None
+    states: Tensor  # hidden states of each prompt's last token, [prompts, hidden]
+    logits: Tensor | None  # logits of each prompt's last token, [prompts, vocabulary]; None without an LM head
 
     def difference(self, other: ExpectedOutputs) -> float:
-        """Returns the larger one of the differences of states and of logits, as of `_difference`."""
+        """Return the larger of the relative differences of hidden states and of logits."""
         pairs = [(self.states, other.states), *([] if self.logits is None else [(self.logits, other.logits)])]
         return max(map(_difference, *zip(*pairs, strict=True)))
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:
-    """Returns by how much results of prompts [prompts, size] differ, in parts of their length: the most of all prompts,
-    and of a rounded dtype what half of them differ by at most, since rounding may give a token to another expert."""
+    """Return the relative difference `|got - expected| / |expected|` between outputs [prompts, size].
+
+    It is the largest of all prompts in float32 and float64. In smaller dtypes it is the median, because rounding may
+    route a token to another expert.
+    """
     parts = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
     return (parts.max() if _is_exact(got.dtype) else parts.median()).item()
 
@@ -70,7 +71,9 @@ def _is_exact(dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class AttentionCalls:
-    """An AttentionCalls is how modules call attention in one pass. wrong: what no rows can do; empty: nothing"""
+    """How modules called attention in one pass, one plane per call."""
+
+    # `most` is the number of positions at which masks are checked. `wrong` is the reason to refuse the model, or "".
 
     most: int
     planes: list[Plane] = field(default_factory=list)
@@ -79,7 +82,7 @@ class AttentionCalls:
 
 
 def prompts_for(vocab_size: int) -> list[np.ndarray]:
-    """Returns the prompts of the check, int32 each, many of which begin alike."""
+    """Return the check's prompts, int32 each. Most share their first tokens with the prompt before."""
     rng = np.random.default_rng(0)
     prompts: list[np.ndarray] = []
     for length, shared in PROMPTS:
@@ -90,11 +93,13 @@ def prompts_for(vocab_size: int) -> list[np.ndarray]:
 
 
 def expected_of(model: TransformersLM) -> tuple[ExpectedOutputs, float]:
-    """Returns what the model gives of the check's prompts, and what rows may differ from it by. Raises
-    UnsupportedModelError where its modules cannot be called as rows are computed."""
+    """Return (the model's outputs for the check's prompts, the largest relative difference that rows may have).
+
+    Raise UnsupportedModelError if the modules cannot be called with rows.
+    """
     whole, config = model.whole, model.config
     if "position_ids" not in inspect.signature(type(model.decoder).forward).parameters:
-        raise refused(config, "its modules take no position_ids, so rows cannot say where they stand")
+        raise refused(config, "its modules take no position_ids, so rows cannot have their own positions")
     for key, reason in HIDDEN.items():
         if getattr(whole.config, key, None):
             raise refused(config, f"{reason} ({key})")
@@ -104,7 +109,7 @@ def expected_of(model: TransformersLM) -> tuple[ExpectedOutputs, float]:
         expected = _whole_prompts(model)
     most, bound = DIFFERENCE if _is_exact(model.dtype) else ROUNDED_DIFFERENCE
     if getattr(whole, "_supports_sdpa", False):
-        with contextlib.suppress(Exception):  # some refuse it when they are called
+        with contextlib.suppress(Exception):  # some models refuse sdpa only when it runs
             use(whole, "sdpa")
             most = min(bound, max(most, TIMES * _whole_prompts(model).difference(expected)))
     return expected, most
@@ -121,8 +126,10 @@ def _whole_prompts(model: TransformersLM) -> ExpectedOutputs:
 
 
 def note(model: TransformersLM) -> TransformersConfig:
-    """Returns the model's config with its planes and the sizes of their heads, as its modules call attention. From then
-    on they call ours."""
+    """Return the config with planes and head sizes, as found in one recorded pass.
+
+    The modules call prefold's attention afterwards.
+    """
     config, whole, rows = model.config, model.whole, model.rows
     use(whole, NOTING)
     rows.calls = calls = AttentionCalls(min(config.max_positions, MOST_SEEN))
@@ -131,10 +138,10 @@ def note(model: TransformersLM) -> TransformersConfig:
     rows.calls = None
     use(whole, NAME)
     if calls.wrong or not calls.heads:
-        raise refused(config, calls.wrong or "none of its attention goes through transformers' attention interface")
+        raise refused(config, calls.wrong or "no call of its attention goes through transformers' attention interface")
     heads = calls.heads
     if len({head.cap for head in heads}) > 1:
-        raise refused(config, "its attention caps products in some layers alone")
+        raise refused(config, "its attention caps products in some layers only")
     kv_heads, dim = max(head.kv_heads for head in heads), max(max(head.head_dim, head.value_dim) for head in heads)
     groups = [head.groups(kv_heads)[1] for head in heads]
     scale = heads[0].scale
@@ -151,7 +158,7 @@ def note(model: TransformersLM) -> TransformersConfig:
 
 
 def use(whole: Any, name: str) -> None:
-    """Makes the modules of a model use the attention of this name."""
+    """Make all modules of a model use the attention `name`."""
     for module in whole.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
@@ -159,8 +166,7 @@ def use(whole: Any, name: str) -> None:
 
 
 def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None:
-    """Raises UnsupportedModelError where rows of the trie of the check's prompts give something else than the whole
-    prompts did. most: what they may differ by"""
+    """Raise UnsupportedModelError if trie rows differ from the whole prompts by more than `most` (relative)."""
     config = model.config
     prompts = prompts_for(config.vocab_size)
     states = torch.empty_like(expected.states)
@@ -175,7 +181,7 @@ def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None
             path = path.truncate(step.message.path)
             hidden, kv = forward_stream(model, batch, path, {})
             if model.rows.plane != len(config.planes):
-                raise refused(config, "not every pass goes through attention as often")
+                raise refused(config, "passes differ in how often they call attention")
             for request, read in zip(step.requests.tolist(), step.request_reads.tolist(), strict=True):
                 states[int(window.tags[request])] = hidden[read]
             path = Path(kv)
@@ -190,19 +196,19 @@ def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None
         if not difference <= most:
             raise refused(
                 config,
-                f"rows that prompts share give other {name} than whole prompts do (by {difference:.1g} of their "
-                f"length, in place of {most:.1g}), so something but attention over keys goes from token to token",
+                f"rows that prompts share have other {name} than whole prompts (relative difference {difference:.1g}, "
+                f"allowed {most:.1g}), so something besides attention over keys passes information between tokens",
             )
 
 
 def refused(config: TransformersConfig, reason: str) -> UnsupportedModelError:
-    """Returns the error of a model that is not taken."""
+    """Return the error for a model that cannot run this way."""
     return UnsupportedModelError(f"{config.architecture} cannot run through transformers' modules: {reason}")
 
 
 @contextlib.contextmanager
 def refusing(config: TransformersConfig, what: str) -> Iterator[None]:
-    """A context in which what modules of transformers raise is the reason why a model is refused."""
+    """Turn exceptions of transformers' modules into the reason why the model is refused."""
     try:
         yield
     except (PrefoldError, MemoryError, torch.OutOfMemoryError):
@@ -219,7 +225,7 @@ def _arguments(prompt: np.ndarray, device: torch.device) -> dict[str, Any]:
 def _mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: Any, device: Any = None, **options: Any
 ) -> Tensor:
-    """Returns something that a model hands on as its mask, and that says what it shows."""
+    """Return a mask of zeros that carries its mask function, for `_attention` to read."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     mask.prefold_shows = mask_function
     return mask
@@ -229,7 +235,7 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, scaling: Any = None,
     dropout: float = 0.0, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Notes how attention is called, and returns zeros [1, rows, heads, value_dim]."""
+    """Record how attention is called, and return zeros [1, rows, heads, value_dim]."""
     calls: AttentionCalls = PASSES[module].calls
     window: int | None = None
     changes = sorted(
@@ -239,11 +245,11 @@ def _attention(
     if shows is None and isinstance(attention_mask, Tensor):
         shows = getattr(attention_mask._base, "prefold_shows", None)
     if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2] or query.shape[0] != 1:
-        calls.wrong = "its attention is over other rows than those of the prompt"
+        calls.wrong = "its attention is over other rows than the prompt's"
     elif shows is None and attention_mask is not None:
         calls.wrong = "it makes masks of its own"
     elif changes:
-        calls.wrong = f"its attention is called with {', '.join(changes)}, which are not known here"
+        calls.wrong = f"its attention is called with {', '.join(changes)}, which prefold does not know"
     elif shows is not None:
         window = _window(shows, calls)
     rows, (heads, kv_heads) = query.shape[2], (query.shape[1], key.shape[1])
@@ -257,8 +263,7 @@ def _attention(
 
 
 def _window(shows: Callable[..., Any], calls: AttentionCalls) -> int | None:
-    """Returns the sliding window of a mask; None: each key behind its own is visible. What is neither is noted as
-    wrong."""
+    """Return the sliding window of a mask; None if every earlier key is visible. Record any other mask as wrong."""
     most = calls.most
     keys = torch.arange(most)
 
@@ -274,7 +279,7 @@ def _window(shows: Callable[..., Any], calls: AttentionCalls) -> int | None:
     for query in (number for number in lengths if number < most):
         distance = query - keys
         if not torch.equal(seen_by(query), (distance >= 0) & (distance < window)):
-            calls.wrong = "which keys a row sees is neither all before it nor a sliding window"
+            calls.wrong = "its mask is neither causal nor a sliding window"
             return None
     return None if window == most else window
 

@@ -1,4 +1,4 @@
-"""Configs of models that transformers' modules compute: what is known before they are loaded. No torch."""
+"""Configs of models that transformers' modules compute, before the model is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -14,61 +14,53 @@ from ...model.config import ModelConfig, Plane
 from ...spec import environment
 
 ABOUT = "other causal models, by transformers' modules (docs/families.md): pip install 'prefold[transformers]'"
-# Where this is "all", families of prefold's own run through transformers' modules, too: for measuring and testing.
-# What the names of architectures end in, and the class of transformers that loads them.
+# Endings of architecture names, and the class of transformers that loads such models.
 HEADS = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM", "Model": "AutoModel"}
 HEADS["ForSequenceClassification"] = "AutoModelForSequenceClassification"
-# Tables of transformers with the architecture of each model_type.
+# Tables of transformers: model_type -> architecture.
 TABLES = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "AutoModel": "MODEL_MAPPING_NAMES",
 }
-# Checkpoints that have towers, too, of which text alone is read: the architecture of the text model.
+# Checkpoints with towers that are not loaded: {architecture: architecture of the text model, which is loaded}.
 TEXTS = {f"Gemma{number}ForConditionalGeneration": f"Gemma{number}ForCausalLM" for number in ("3n", "4")}
-# RoPE types whose factors are others once a row is at a position behind this one.
+# RoPE types that change their factors for positions beyond this setting.
 CHANGED_BEHIND = {"longrope": "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneHeads:
-    """A PlaneHeads says how one plane calls attention; the K/V of all planes have room for the largest.
-
-    heads, kv_heads, head_dim, value_dim  sizes of q, k and v
-    scale   factor of the products of queries and keys
-    cap     the products are cap * tanh(product / cap); None: they are not capped
-    sinks   whether a number for each head is in the softmax's denominator
-    """
+    """The attention of one plane. The K/V of all planes have the sizes of the largest."""
 
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
-    scale: float
-    cap: float | None = None
-    sinks: bool = False
+    scale: float  # factor of query-key products
+    cap: float | None = None  # products become cap * tanh(product / cap); None: no cap
+    sinks: bool = False  # the softmax's denominator has one learned number per head
 
     def groups(self, kv_heads: int) -> tuple[int, int]:
-        """Returns how often each KV head stands in K/V of `kv_heads` KV heads, and how many query heads each of these
-        then has."""
+        """Return (copies of each KV head in K/V with `kv_heads` heads, query heads per copy)."""
         group, times = self.heads // self.kv_heads, kv_heads // self.kv_heads
         return (times, group // times) if kv_heads % self.kv_heads == group % times == 0 else (1, group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig(ModelConfig):
-    """A TransformersConfig is the ModelConfig of a model that transformers' modules compute.
+    """The config of a model that transformers' modules compute.
 
-    Sizes of heads and planes are those that the config's names say, until the model is loaded; then they are what its
-    modules call attention with.
+    Head sizes and planes come from config.json until the model is loaded, and from its calls of attention afterwards.
 
-    architecture  by its name in the checkpoint
-    loader     the class of transformers that loads the model
-    settings   of the checkpoint's config.json
-    attention  one for each plane, once the model is loaded
-    linears    inputs and outputs of each linear that sees every row, by its name, once the model is loaded
-    weights    parameters, once the model is loaded
-    is_part    whether the checkpoint has towers, too (`TEXTS`)
+    Attributes:
+        architecture: its name in the checkpoint
+        loader: the class of transformers that loads the model
+        settings: config.json
+        attention: one per plane; empty before the model is loaded
+        linears: {name of a linear that sees every row: (inputs, outputs)}; empty before the model is loaded
+        weights: number of parameters; 0 before the model is loaded
+        is_part: the checkpoint also has towers (`TEXTS`)
     """
 
     model: ClassVar[str] = "prefold.features.hf.model:TransformersLM"
@@ -92,7 +84,7 @@ class TransformersConfig(ModelConfig):
 
     @property
     def fixed(self) -> str | None:
-        return "its keys are turned by transformers' modules"
+        return "transformers' modules rotate its keys"
 
     @property
     def num_parameters(self) -> int:
@@ -100,11 +92,12 @@ class TransformersConfig(ModelConfig):
 
 
 def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
-    """Returns the family of a config whose model transformers' modules compute; None: another family takes it, or it is
-    no causal model by its name.
+    """Return the family of a config that transformers' modules compute.
 
-    is_known: whether there is a family of prefold's own. Raises UnsupportedModelError where transformers is not
-    installed, or does not have the model.
+    Return None if a prefold family computes it, or if the architecture's name is not a causal model's. Raise
+    UnsupportedModelError if transformers is not installed or lacks the model.
+
+    is_known: prefold has a family for it
     """
     if is_known and not environment.wants_transformers():
         return None
@@ -112,7 +105,7 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
         family = family_of(hf.settings("text_config"), TEXTS[architecture], False)
         return lambda hf: _of_part(hf, family)
     ends = [end for end in HEADS if architecture.endswith(end)]
-    if not ends and architecture != hf.get("model_type"):  # alone it stands for the causal model
+    if not ends and architecture != hf.get("model_type"):  # a bare model_type means the causal model
         return None
     try:
         import transformers
@@ -121,8 +114,8 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
         if is_known:
             raise MissingExtraError("transformers", "transformers", f"{environment.TRANSFORMERS}=all") from error
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not one of prefold's families, and its modules in transformers need "
-            "the package 'transformers': pip install 'prefold[transformers]'"
+            f"the architecture {architecture!r} is not one of prefold's families, and running it with transformers' "
+            "modules needs the package 'transformers': pip install 'prefold[transformers]'"
         ) from error
     model_type, loader = hf.get("model_type"), HEADS[ends[0] if ends else "ForCausalLM"]
     model_class = getattr(modeling_auto, TABLES[loader]).get(model_type)
@@ -131,21 +124,20 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
         beside = " (the checkpoint's own code, auto_map, is never run)" if hf.get("auto_map") else ""
         raise UnsupportedModelError(
             f"the architecture {architecture!r} is not supported: neither prefold nor transformers "
-            f"{transformers.__version__} has such a causal model, of the model_type {model_type!r}{beside}; a newer "
-            "transformers may have it, or add a family of your own with register_family and --plugin (docs/families.md)"
+            f"{transformers.__version__} has a causal model of this name with model_type {model_type!r}{beside}; use a "
+            "newer transformers, or add a family with register_family and --plugin (docs/families.md)"
         )
     return lambda hf: config_of(hf, architecture, loader)
 
 
 def _of_part(hf: Settings, family: Any) -> TransformersConfig:
-    """Returns the config of the text model of a checkpoint with towers."""
+    """Return the config of the text model in a checkpoint with towers."""
     hf.reads.update(hf.prefix + key for key in hf)
     return replace(family(hf.settings("text_config")), is_part=True)
 
 
 def config_of(hf: Settings, architecture: str, loader: str) -> TransformersConfig:
-    """Returns the config of a model of transformers. Raises UnsupportedModelError where transformers refuses its
-    settings."""
+    """Return the config of a transformers model. Raise UnsupportedModelError if transformers refuses the settings."""
     config = transformers_config(hf, architecture)
     hf.reads.update(hf.prefix + key for key in hf)  # transformers reads them all
     sizes = Settings({key: _of(config, *names) for key, names in SIZES.items()}, hf.file)
@@ -183,7 +175,7 @@ def config_of(hf: Settings, architecture: str, loader: str) -> TransformersConfi
     )  # fmt: skip
 
 
-# Sizes by their usual names, and other names that configs have for them.
+# Sizes by their usual names, and the names that configs use for them.
 SIZES = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -197,7 +189,7 @@ SIZES = {
 
 
 def transformers_config(settings: Mapping[str, Any], architecture: str) -> Any:
-    """Returns the config as an object of transformers. Raises UnsupportedModelError where that cannot be had."""
+    """Return a config.json as a config of transformers. Raise UnsupportedModelError if transformers refuses it."""
     import transformers
 
     try:
@@ -208,14 +200,16 @@ def transformers_config(settings: Mapping[str, Any], architecture: str) -> Any:
         ) from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} has an encoder, whose output its rows attend to"
+            f"the architecture {architecture!r} has an encoder, but only decoder-only models can run"
         )
     return config
 
 
 def _of(config: Any, *names: str) -> Any:
-    """Returns the first of these values that a config has; None: it has none, or another one for each layer. Of a list
-    of sizes it is the largest."""
+    """Return the first value that a config has under these names, or the largest if it is a list.
+
+    Return None if it has none, or if the value differs between layers.
+    """
     for name in names:
         with contextlib.suppress(Exception):
             if (value := getattr(config, name, None)) is not None:
@@ -224,8 +218,7 @@ def _of(config: Any, *names: str) -> Any:
 
 
 def _ropes(parameters: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns the rotary settings whose factors change with the position, of all kinds of layers, each with its
-    type."""
+    """Return (type, settings) of each RoPE that changes its factors with the position, for all kinds of layers."""
     every = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
     return [(kind, rope) for rope in every if (kind := rope.get("rope_type")) in CHANGED_BEHIND]
 

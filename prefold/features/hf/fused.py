@@ -1,5 +1,7 @@
-"""Norms, gated MLPs and rotations of transformers' modules by our kernels: each is replaced where, by its name and its
-parts, it may be such a thing, and where the two give the same for random rows."""
+"""Replace norms, gated MLPs and rotations of transformers' modules by prefold's kernels.
+
+A module is a candidate by its name and its parts. It is replaced if both compute the same outputs for random rows.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from ...worker.torch.lora import RowAdapters
 from ...worker.torch.ops import ACTIVATIONS, choose_ops
 from .model import RowPass
 
-ROWS = 5  # that are compared
-# What they may differ by, in parts of the largest number: rounding of float32, or of a smaller dtype.
+ROWS = 5  # random rows of the comparison
+# The largest difference relative to the largest output: rounding in float32, and in smaller dtypes.
 DIFFERENCE, ROUNDED_DIFFERENCE = 1e-5, 2e-2
 
 
 class RowNorm(nn.Module):
-    """A RowNorm stands in the place of an RMS norm of transformers': x [..., size] -> its norm, times a weight."""
+    """An RMS norm that replaces transformers': x [..., size] -> normalized x times a weight."""
 
     def __init__(self, norm: nn.Module, offset: float):
-        """offset: what is added to the weight"""
+        """offset: added to the weight (1 for norms that store the weight minus 1)"""
         super().__init__()
         weight: Tensor = norm.weight
         self.weight = nn.Parameter(weight.float() + offset if offset else weight, requires_grad=False)
@@ -34,17 +36,17 @@ class RowNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        # A norm may write into the residual stream alone, and there is none here.
+        # The kernel may write into the residual stream, so it is called without one.
         return (
             choose_ops(x.dtype, x.device).add_rms_norm(flat.contiguous(), None, self.weight, self.eps)[1].view(x.shape)
         )
 
 
 class RowMlp(nn.Module):
-    """A RowMlp stands in the place of a gated MLP of transformers': down(activation(gate) * up)."""
+    """A gated MLP that replaces transformers': down(activation(gate) * up)."""
 
     def __init__(self, mlp: Any, names: tuple[str, str], activation: str, rows: RowPass):
-        """names: of gate and up in the model"""
+        """names: of the gate's and the up projection's linear in the model"""
         super().__init__()
         gate, up = mlp.gate_proj, mlp.up_proj
         place = {"dtype": gate.weight.dtype, "device": gate.weight.device}
@@ -69,8 +71,12 @@ class RowMlp(nn.Module):
 
 
 def fuse(decoder: nn.Module, prefix: str, rows: RowPass, *, packed: bool) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Replaces the norms and MLPs of a decoder that can be, before its linears are replaced; yields the names of the
-    linears that are in them, with inputs and outputs. prefix: of the decoder's names in the model"""
+    """Replace the decoder's norms and MLPs by kernels. Call it before the linears are replaced.
+
+    Yield (name, (inputs, outputs)) for each linear that became part of an MLP.
+
+    prefix: the decoder's name in the model
+    """
     for path, module in list(decoder.named_modules()):
         name = f"{prefix}.{path}" if prefix else path
         if norm := _norm_of(module):
@@ -83,7 +89,7 @@ def fuse(decoder: nn.Module, prefix: str, rows: RowPass, *, packed: bool) -> Ite
 
 
 def _norm_of(module: nn.Module) -> RowNorm | None:
-    """Returns what can stand in the place of a module that is an RMS norm; None: it is none."""
+    """Return the replacement for an RMS norm, or None if the module is not one."""
     if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
         return None
     weight: Tensor = module.weight
@@ -98,7 +104,7 @@ def _norm_of(module: nn.Module) -> RowNorm | None:
 
 
 def _mlp_of(module: Any, name: str, rows: RowPass) -> RowMlp | None:
-    """Returns what can stand in the place of a module that is a gated MLP; None: it is none."""
+    """Return the replacement for a gated MLP, or None if the module is not one."""
     linears: list[Any] = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
     part_names = {part.partition(".")[0] for part, _ in module.named_parameters()}
     if part_names != {"gate_proj", "up_proj", "down_proj"} or any(type(linear) is not nn.Linear for linear in linears):
@@ -131,13 +137,15 @@ def _close(a: Any, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= most * a.abs().max())
 
 
-# The name that transformers' modules call the rotation of q and k by.
+# The function that rotates q and k in transformers' modules.
 ROTATION = "apply_rotary_pos_emb"
 
 
 def rotate_by_kernels(decoder: nn.Module) -> None:
-    """Makes the modules of a decoder that rotate q and k call our kernel for it, each where it gives the same as the
-    function that it calls now. Only these modules change: their `forward` has another global of that name."""
+    """Make the decoder's modules rotate q and k with prefold's kernel, if it agrees with the function that they call.
+
+    Only these modules change: each gets a `forward` that finds the kernel under the function's name in its globals.
+    """
     replaced: dict[Any, Any] = {}
     for module in decoder.modules():
         forward: Any = inspect.unwrap(type(module).forward)
@@ -157,7 +165,7 @@ def rotate_by_kernels(decoder: nn.Module) -> None:
 
 
 class Rotation:
-    """A Rotation rotates q and k by a kernel, in place of a function of transformers with the same arguments."""
+    """A rotation of q and k by a kernel, with the arguments of the transformers function that it replaces."""
 
     def __init__(self, function: Any):
         self.function = function
@@ -171,7 +179,7 @@ class Rotation:
         )
         if arguments or options or not fits or torch.is_grad_enabled():
             return self.function(q, k, cos, sin, *arguments, **options)
-        if self._last[0] is not cos or self._last[1] is not sin:  # all layers of a kind have the same
+        if self._last[0] is not cos or self._last[1] is not sin:  # layers of one kind pass the same tensors
             half = cos.shape[-1] // 2
             self._last = cos, sin, torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float()
         ops, table = choose_ops(q.dtype, q.device), self._last[2]
@@ -180,7 +188,7 @@ class Rotation:
         return q, k
 
     def is_same(self, like: Tensor) -> bool:
-        """Returns whether the kernel gives what the function gives, for random rows of the dtype of `like`."""
+        """Return whether kernel and function agree for random rows of the dtype of `like`."""
         q, k = (_random(2 * 16, like).view(1, ROWS, heads, -1).transpose(1, 2) for heads in (2, 1))
         angles = _random(8, like).float().repeat(1, 1, 2)
         cos, sin = (turn(angles).to(like.dtype) for turn in (torch.cos, torch.sin))

@@ -1,4 +1,4 @@
-"""Loads a model of transformers, and its adapters; takes it when its rows give what whole prompts give."""
+"""Load a transformers model and its adapters. A model is accepted if its rows and whole prompts give equal results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .config import TransformersConfig, transformers_config
 from .fused import fuse, rotate_by_kernels
 from .model import PASSES, RowLinear, RowPass, TransformersLM
 
-# What tensors of towers begin with, and what joins them to the text model.
+# Tensors of towers, and of the layers that join them to the text model.
 TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.")
 
 
@@ -41,13 +41,13 @@ def load_model(
     seed: int = 0,
     ranks: Alone = ALONE,
 ) -> TransformersLM:
-    """Returns the model of `checkpoint`, in evaluation mode; arguments and errors as of `prefold.model.load_model`.
+    """Return the checkpoint's model in evaluation mode. Arguments and errors are as in `prefold.model.load_model`.
 
-    Raises UnsupportedModelError, with the reason, where its modules keep to other rules than rows can have.
+    Raise UnsupportedModelError, with the reason, if its modules do not treat rows independently.
     """
     if ranks.size > 1:
         raise InputError(
-            f"tensor_parallel is {ranks.size}, and transformers' modules, which compute this model, are not split",
+            f"tensor_parallel is {ranks.size}, but transformers' modules, which compute this model, cannot be split",
             field="tensor_parallel",
             remedy="leave it out",
         )
@@ -79,7 +79,7 @@ def load_model(
 def _whole(
     checkpoint: Checkpoint, config: TransformersConfig, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Any:
-    """Returns the model as transformers loads it, with its own attention."""
+    """Return the model as transformers loads it, with its own attention."""
     loader = getattr(transformers, config.loader)
     settings = transformers_config(config.settings, config.architecture)
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
@@ -94,7 +94,7 @@ def _whole(
                 with torch.random.fork_rng([]):
                     torch.manual_seed(seed)
                     return loader.from_config(settings, **arguments).to(device)
-            for _ in SafetensorsSource.opened(checkpoint):  # raises what is wrong with the files
+            for _ in SafetensorsSource.opened(checkpoint):  # raises a clear error if the files are damaged
                 pass
             whole, info = loader.from_pretrained(
                 checkpoint.path, config=settings, use_safetensors=True, trust_remote_code=False,
@@ -119,7 +119,7 @@ def _whole(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context in which transformers prints no warnings and no progress of its own."""
+    """Silence the warnings and progress bars of transformers."""
     logging = transformers.utils.logging
     before, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -133,18 +133,17 @@ def _quiet() -> Iterator[None]:
 
 
 def _decoder(whole: Any, config: TransformersConfig) -> tuple[str, nn.Module]:
-    """Returns the module that gives hidden states of tokens, and its name in the model ("" where it is the model)."""
+    """Return (its name in the model, the module that computes hidden states). The name is "" for the whole model."""
     if config.loader == "AutoModel":
         return "", whole.get_decoder()
     for module in (whole.get_decoder(), whole.base_model, getattr(whole, "model", None)):
         if isinstance(module, transformers.PreTrainedModel) and module is not whole:
             return next(name for name, other in whole.named_modules() if other is module), module
-    raise refused(config, "its hidden states are not those of a module of their own")
+    raise refused(config, "no single module computes its hidden states")
 
 
 def _replace_linears(model: TransformersLM, *, packed: bool) -> dict[str, tuple[int, int]]:
-    """Puts a RowLinear in the place of each linear of the decoder, and returns inputs and outputs of each by its
-    name."""
+    """Replace each linear of the decoder by a RowLinear. Return {name: (inputs, outputs)}."""
     prefix = next(name for name, module in model.whole.named_modules() if module is model.decoder)
     linears = dict(fuse(model.decoder, prefix, model.rows, packed=packed))
     for path, module in list(model.decoder.named_modules()):
@@ -168,8 +167,10 @@ def load_adapter(
     name: str | None = None,
     ranks: Alone = ALONE,
 ) -> Adapter:
-    """Returns the adapter in a PEFT folder, by the names that linears have in transformers; arguments and errors as of
-    `prefold.model.load_adapter`."""
+    """Return the adapter of a PEFT folder, with transformers' names of the linears.
+
+    Arguments and errors are as in `prefold.model.load_adapter`.
+    """
     folder = Path(path).expanduser()
     settings = read_adapter_config(folder)
     pairs: dict[str, Pair] = {}
@@ -180,7 +181,7 @@ def load_adapter(
         places = [linear for linear in config.linears if linear == module or linear.endswith(f".{module}")]
         if match is None or len(places) != 1:
             raise UnsupportedModelError(
-                f"{folder} adapts {module}, which is no linear of the model that every row goes through"
+                f"{folder} adapts {module}, which is not a linear of the model that sees every row"
             )
         setattr(pairs.setdefault(places[0], Pair(module)), match[2].lower(), file.array(stored))
     if not pairs:

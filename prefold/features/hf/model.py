@@ -1,4 +1,4 @@
-"""A model of transformers as a function of rows: its modules, with attention and products that are ours."""
+"""A transformers model as a function of rows: its modules, with prefold's attention and matrix products."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from ...worker.torch.parallel import ALONE
 from ...worker.torch.products import Product, pack, wide_product
 from .config import PlaneHeads, TransformersConfig
 
-# The name of our attention in transformers' table.
+# The name of prefold's attention in transformers' table.
 NAME = "prefold_rows"
 
 
 @dataclass(slots=True)
 class RowPass:
-    """A RowPass is what the modules of one model are told of the pass they are in.
+    """What the modules of one model need to know about the pass that runs.
 
-    attention  how each plane calls attention
-    scale      of the products of queries and keys, as `attend` has it
-    sizes      query heads, KV heads and head_dim of the K/V
-    attend     computes attention; None: no pass runs
-    adapters   which rows have which LoRA adapter
-    plane      the plane that the next call of attention is of
-    calls      keeps how attention is called, in the pass in which that is found out (`check`)
+    Attributes:
+        attention: how each plane calls attention
+        scale: factor of query-key products in `attend`
+        sizes: (query heads, KV heads, head_dim) of the K/V
+        attend: computes attention; None between passes
+        adapters: the LoRA adapter of each row
+        plane: the plane of the next call of attention
+        calls: the record of calls (`check.AttentionCalls`) in the one pass that is recorded
     """
 
     attention: Sequence[PlaneHeads] = ()
@@ -49,13 +50,15 @@ class RowPass:
     calls: Any = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Returns attention of q [rows, heads, dim] over k [rows, kv_heads, dim] and v [rows, kv_heads, value_dim] in
-        the next plane: [rows, heads, value_dim]."""
+        """Return attention in the next plane, [rows, heads, value_dim].
+
+        q: [rows, heads, dim]; k: [rows, kv_heads, dim]; v: [rows, kv_heads, value_dim]
+        """
         plane = self.plane
         self.plane += 1
         assert self.attend is not None
         if plane >= len(self.attention):
-            raise UnsupportedModelError("attention is called more often than in the pass that noted its planes")
+            raise UnsupportedModelError("attention is called more often than in the recorded pass")
         own_heads, attend = self.attention[plane], self.attend
         if not math.isclose(own_heads.scale, self.scale, rel_tol=1e-9):
             q = q * (own_heads.scale / self.scale)
@@ -66,7 +69,7 @@ class RowPass:
         return self._narrow(attend(plane, *self._widen(q, k, v, own_heads), sinks), own_heads)
 
     def _widen(self, q: Tensor, k: Tensor, v: Tensor, own_heads: PlaneHeads) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v with zeros up to the sizes of the K/V, and KV heads that stand there more than once."""
+        """Pad q, k and v with zeros to the sizes of the K/V, and repeat KV heads."""
         heads, kv_heads, dim = self.sizes
         times, group = own_heads.groups(self.sizes[1])
         k, v = (x.repeat_interleave(times, 1) if times > 1 else x for x in (k, v))
@@ -76,13 +79,13 @@ class RowPass:
         return q, *(F.pad(x, (0, dim - x.shape[-1], 0, more)) for x in (k, v))
 
     def _narrow(self, o: Tensor, own_heads: PlaneHeads) -> Tensor:
-        """Returns the part of o [rows, heads, dim] that is of the plane's own heads: [rows, heads, value_dim]."""
+        """Return the plane's own heads of o [rows, heads, dim], as [rows, heads, value_dim]."""
         times, group = own_heads.groups(self.sizes[1])
         o = o.unflatten(1, (self.sizes[1], -1))
         return o[:, : times * own_heads.kv_heads, :group, : own_heads.value_dim].flatten(1, 2)
 
     def _of_sinks(self, sinks: Tensor, own_heads: PlaneHeads) -> Tensor:
-        """Returns sinks [heads] of a plane for the query heads of the K/V."""
+        """Pad a plane's sinks [heads] to the query heads of the K/V."""
         heads, kv_heads, _ = self.sizes
         group = own_heads.groups(self.sizes[1])[1]
         return F.pad(
@@ -90,15 +93,16 @@ class RowPass:
         ).flatten()
 
 
-# The pass of each module of the models that are loaded. Attention of transformers is given its module alone.
+# The pass of every module of loaded models: transformers calls attention with nothing but the module.
 PASSES: weakref.WeakKeyDictionary[nn.Module, RowPass] = weakref.WeakKeyDictionary()
 
 
 class RowLinear(nn.Module):
-    """A RowLinear stands in the place of a linear of transformers': x [..., inputs] -> [..., outputs].
+    """A linear that replaces transformers': x [..., inputs] -> [..., outputs].
 
-    name     of the linear in the model, by which adapters know it
-    product  what multiplies; None: PyTorch with `weight` does
+    Attributes:
+        name: its name in the model, by which adapters find it
+        product: multiplies by the packed weight; None: PyTorch multiplies by `weight`
     """
 
     def __init__(self, name: str, weight: Tensor, bias: Tensor | None, rows: RowPass, *, packed: bool):
@@ -121,11 +125,11 @@ class RowLinear(nn.Module):
 
 
 class Head(nn.Module):
-    """A Head stands in the place of the LM head: logits in float32, of all ids or of `ids`."""
+    """The LM head that replaces transformers': float32 logits of all ids, or of `ids`."""
 
     def __init__(self, model: CausalLM, bias: Tensor | None):
         super().__init__()
-        self._model, self.bias = weakref.ref(model), bias  # which goes with its last reference
+        self._model, self.bias = weakref.ref(model), bias  # weak: the model has this head as a submodule
         self.ids: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -142,7 +146,7 @@ class Head(nn.Module):
 
 
 class ReadyStates(nn.Module):
-    """A ReadyStates stands in the place of the decoder where logits are made of hidden states that exist already."""
+    """A stand-in for the decoder that returns hidden states computed before, so that only logits are computed."""
 
     last_hidden_state: Tensor | None = None
 
@@ -157,10 +161,11 @@ class ReadyStates(nn.Module):
 
 
 class TransformersLM(CausalLM):
-    """A TransformersLM is a CausalLM whose layers are the modules of a model of transformers.
+    """A CausalLM with the modules of a transformers model as its layers.
 
-    whole    the model of transformers, with a ReadyStates in the place of its decoder
-    decoder  gives the hidden states
+    Attributes:
+        whole: the transformers model, with a ReadyStates in place of its decoder
+        decoder: computes hidden states
     """
 
     computed_by: ClassVar[str] = "transformers' modules"
@@ -181,7 +186,7 @@ class TransformersLM(CausalLM):
         self.wide_head: Head | None = None
 
     def settle(self, config: TransformersConfig) -> None:
-        """Makes `config`, which now says how attention is called, the model's."""
+        """Set the model's final config, which has the attention of each plane."""
         self.config = config
         self.shard = ALONE.shard(config)
         self.local = self.shard.local(config)
@@ -189,8 +194,10 @@ class TransformersLM(CausalLM):
         self.rows.sizes = (config.heads, config.kv_heads, config.head_dim)
 
     def take_head(self, name: str) -> None:
-        """Puts a ReadyStates in the place of the decoder, which is the module `name` of the model, and a Head in that
-        of the LM head where this is a plain linear."""
+        """Put a ReadyStates in place of the decoder, the model's module `name`, and a Head in place of the LM head.
+
+        An LM head that is not a plain linear stays.
+        """
         head, self.ready_states = self.whole.get_output_embeddings(), ReadyStates()
         self.whole.set_submodule(name, self.ready_states)
         if type(head) is not nn.Linear:
@@ -203,7 +210,7 @@ class TransformersLM(CausalLM):
                 self.whole.set_submodule(path, self.wide_head)
 
     def take_score(self, score: nn.Linear) -> None:
-        """Takes the classification head, in float32."""
+        """Copy the classification head, in float32."""
         place: dict[str, Any] = {"dtype": torch.float32, "device": score.weight.device}
         self.score = Linear(score.in_features, score.out_features, bias=score.bias is not None, **place)
         with torch.no_grad():
@@ -241,7 +248,7 @@ class TransformersLM(CausalLM):
         if head is not None:
             head.ids = ids
         try:
-            # Whatever is done to logits behind the LM head (caps, factors) is done to float32.
+            # Operations after the LM head (caps, factors) run in float32.
             logits = wide(self.whole(inputs_embeds=hidden[None], use_cache=False).logits[0])
             return logits if ids is None or head is not None else logits[:, ids]
         finally:
@@ -254,8 +261,10 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, scaling: Any = None,
     dropout: float = 0.0, s_aux: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Returns attention of query [1, heads, rows, dim] over the keys and values that rows see, [1, rows, heads,
-    value_dim]."""
+    """Return attention over the keys and values that rows see, [1, rows, heads, value_dim].
+
+    query: [1, heads, rows, dim]
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return PASSES[module](q.to(v.dtype), k.to(v.dtype), v, s_aux)[None], None
 

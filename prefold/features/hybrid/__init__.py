@@ -1,4 +1,4 @@
-"""The room of hybrids: models with layers whose state runs along the sequence. States hang on nodes of the trie.
+"""Hybrids: models with recurrent layers, which carry a state along the sequence. States are stored by trie node.
 
-Only `carry`, `delta`, `layers`, `model` and `worker` import torch.
+Only `carry`, `layers` and `worker` import torch.
 """

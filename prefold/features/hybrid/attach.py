@@ -1,4 +1,4 @@
-"""Enter what hybrids need beside their program: states in workers, and a scheduler that knows of them. No torch."""
+"""Register hybrids in the core's tables: their operations, the workers' states and their scheduler. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that go through the rows of one step, as tensors."""
+"""States that pass through the rows of one step, as tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...model.config import ModelConfig, StateShape
 from ...worker.torch.device import send
 from .states import StateFlow, StateTable
 
-# The most runs whose states are worked on at once: bounds what a layer holds beside its rows.
+# The most runs computed at once. It bounds the memory of a layer beside its rows.
 MOST_RUNS = 64
 
 
 def tensor_table(config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> StateTable:
-    """Returns a table of states as tensors."""
+    """Return an empty table of states in tensors."""
 
     def zeros(count: int, part: StateShape) -> Tensor:
         return torch.zeros(count, *part.shape, dtype=torch.float32 if part.is_wide else dtype, device=device)
@@ -29,10 +29,11 @@ def tensor_table(config: ModelConfig, rows: int, dtype: torch.dtype, device: tor
 
 @dataclass(eq=False)
 class Carry(StateFlow):
-    """A Carry takes states through the rows of one step, and writes those to be stored into the table.
+    """Passes states through the rows of one step, and writes the states to be stored into the table.
 
-    scatter  of a folded step, int64 [rows]: the row that the model computes for each row of the stream; else None
-    gather   of a folded step, int64: the row of the stream for each row that the model computes; else None
+    Attributes:
+        scatter: of a folded step (sharing="mlp"), int64 [rows]: the model's row for each row of the stream; else None
+        gather: of a folded step, int64: the stream's row for each row that the model computes; else None
     """
 
     device: torch.device
@@ -49,28 +50,30 @@ class Carry(StateFlow):
 
     @cached_property
     def to(self) -> Tensor:
-        """Returns the rows of the table that `runs.ends` are stored in, int64."""
+        """Return the table rows in which the states after `runs.ends` are stored, int64."""
         return send(self.runs.slots, self.device)
 
     def of(self, layer: int) -> LayerStates:
-        """Returns the states of one layer."""
+        """Return the states of one layer."""
         return LayerStates(self, layer)
 
     def starts(self, layer: int, part: int) -> Tensor:
-        """Returns a copy of the states that runs start from, each once, in ascending order of their rows."""
+        """Return copies of the states that runs start from, each once, in ascending order of their table rows."""
         return self.table.tensors[layer][part].index_select(0, self._sent_starts)
 
     def unfold(self, x: Tensor) -> Tensor:
-        """Returns a tensor of the rows that the model computes as one of the rows of the stream."""
+        """Expand rows of the model to rows of the stream."""
         return x if self.scatter is None else x.index_select(0, self.scatter)
 
     def fold(self, x: Tensor) -> Tensor:
-        """Returns a tensor of the rows of the stream as one of the rows that the model computes."""
+        """Reduce rows of the stream to rows of the model."""
         return x if self.gather is None else x.index_select(0, self.gather)
 
     def neighbours(self, num_kept: int) -> tuple[list[Tensor], Tensor]:
-        """Returns `places` as tensors, those above, and those below in one tensor [k * num_kept]; they count columns of
-        `starts` in place of those of the table."""
+        """Return `places` as tensors: (`above` as a list, `below` flat, [k * num_kept]).
+
+        Their columns count the states of `starts`, not of the whole table.
+        """
         if num_kept not in self._sent:
             places, columns = self.places(num_kept), self.table.rows * num_kept
 
@@ -84,7 +87,7 @@ class Carry(StateFlow):
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Returns the runs in the order in which they are computed, some of about the same length at a time."""
+        """Return the runs in the order of computation, in groups of about the same length."""
         to = np.full(len(self.runs.first), -1, np.int64)
         to[self.runs.ends] = self.runs.slots
         goes_on = np.zeros(len(to), bool)
@@ -92,7 +95,7 @@ class Carry(StateFlow):
         groups = []
         for wave in self._waves:
             length = (self._stop - self.runs.first)[wave]
-            classes = np.frexp(length)[1]  # binary logarithms: runs of one class fill half of a padded tensor or more
+            classes = np.frexp(length)[1]  # binary logarithms: a run fills at least half of its group's padded tensor
             cuts = {*range(0, len(wave), MOST_RUNS), *(np.flatnonzero(np.diff(classes)) + 1).tolist()}
             for group in np.split(wave, sorted(cuts - {0})):
                 first, stop = self.runs.first[group, None], self._stop[group, None]
@@ -115,54 +118,45 @@ class Carry(StateFlow):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Group:
-    """A Group is n runs of about the same length that are computed together.
+    """A group of n runs of about the same length that are computed together."""
 
-    runs       their numbers
-    rows       int64 [n, most rows of a run]: the rows of each run; behind its last, its first once more
-    inside     bool, shaped as `rows`: which of these are rows of the run; None: all
-    places     int64 [n]: which of the states of `Carry.starts` they start from; None: the ends of `from_runs`
-    from_runs  the run that each starts from the end of
-    goes_on    which of the n runs a later run starts from the end of
-    stored     int64: of which of the n runs the states at their ends are stored
-    to         int64: the rows of the table for these
-    """
-
-    runs: list[int]
-    rows: Tensor
-    inside: Tensor | None
-    places: Tensor | None
-    from_runs: list[int]
-    goes_on: list[int]
-    stored: Tensor
-    to: Tensor
+    runs: list[int]  # their numbers
+    rows: Tensor  # int64 [n, longest run]: the rows of each run, padded with its first row
+    inside: Tensor | None  # bool [n, longest run]: False for padding; None: there is no padding
+    places: Tensor | None  # int64 [n]: indices into `Carry.starts` of the states they start from; None: see from_runs
+    from_runs: list[int]  # [n]: if places is None, each run starts from the state after this run
+    goes_on: list[int]  # indices of the runs (0 to n - 1) that later runs start from
+    stored: Tensor  # int64: indices of the runs (0 to n - 1) with final states to be stored
+    to: Tensor  # int64: the table rows for these states
 
     def pick(self, x: Tensor) -> Tensor:
-        """Returns x [rows, ...] by runs: [n, most rows of a run, ...], zeros behind the rows of a run."""
+        """Return x [rows, ...] by run: [n, longest run, ...], with zeros as padding."""
         x = x[self.rows]
         if self.inside is None:
             return x
         return x.masked_fill(~self.inside[(..., *[None] * (x.ndim - 2))], 0)
 
 
-# Takes the states that the runs of a group start from, [n, ...], and the group; returns what it gives for their rows,
-# [n, most rows of a run, columns], and the states at their ends.
+# (states that the runs of a group start from [n, ...], the group) -> (outputs for their rows [n, longest run, columns],
+# states after the runs [n, ...])
 Scan = Callable[[Tensor, Group], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """A LayerStates is what a mixer knows of tries, paths and slots: the states of its layer in a step."""
+    """The states of one layer in a step: all that a recurrent layer sees of tries, paths and slots."""
 
     carry: Carry
     layer: int
 
     def conv(self, part: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns a causal convolution of each channel along the paths of rows, shaped as x.
+        """Return a causal convolution of each channel along the paths of rows, [rows, channels].
 
-        part    which tensor of the state has the last taps - 1 rows of x, oldest first, [taps - 1, channels]
-        x       [rows, channels]
-        weight  [channels, taps]: the last tap is that of the row itself
-        bias    [channels]
+        Args:
+            part: the tensor of the state with the last taps - 1 rows of x, oldest first, [taps - 1, channels]
+            x: [rows, channels]
+            weight: [channels, taps]; the last tap is for the row itself
+            bias: [channels]
         """
         carry, width = self.carry, weight.shape[1] - 1
         x = carry.unfold(x)
@@ -176,10 +170,11 @@ class LayerStates:
         return carry.fold(out)
 
     def scan(self, part: int, scan: Scan, columns: int, dtype: torch.dtype) -> Tensor:
-        """Returns what a recurrence along the paths gives for each row of the stream, [rows, columns].
+        """Return the outputs of a recurrence along the paths of rows, [rows, columns].
 
-        part  which tensor of the state it goes on from
-        scan  computes some runs; it is called for runs whose starts are known
+        Args:
+            part: the tensor of the state that the recurrence continues
+            scan: computes a group of runs with known starting states
         """
         carry = self.carry
         starts, table = carry.starts(self.layer, part), carry.table.tensors[self.layer][part]

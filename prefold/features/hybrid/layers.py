@@ -1,4 +1,4 @@
-"""The operations of layers whose state runs along the sequence, in place of attention, by tensors.
+"""The operations of recurrent layers, by tensors: layers that carry a state along the sequence in place of attention.
 
 Gated DeltaNet computes the gated delta rule in chunks (Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with
 Delta Rule"). Mamba-2 is the recurrent layer of Granite 4, Nemotron-H and Falcon-H1 (Dao and Gu 2024, "Transformers are
@@ -19,26 +19,29 @@ from ...worker.torch.operations import Rows, Weights
 from ...worker.torch.ops import PYTORCH
 from .carry import Carry, Group, LayerStates
 
-# Rows of a chunk, within which all is products of matrices.
+# Rows of a chunk. A chunk is computed by matrix products.
 CHUNK = 64
 
 
 def unit(x: Tensor) -> Tensor:
-    """Returns vectors [..., dim] of length 1, but for a small number under the root."""
+    """Return `x / sqrt(|x|^2 + 1e-6)` of vectors [..., dim]."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor, tiled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns o [runs, rows, heads, value dim], and the states at the ends of the runs.
+    """Return (outputs [runs, rows, heads, value dim], the states after the runs).
 
-    q, k         float32 [runs, rows, key heads, key dim]: each key head is that of some heads; q is scaled by the root
-                 of the key dim here. Rows of zeros change nothing
-    v            float32 [runs, rows, heads, value dim]
-    decay, beta  float32 [runs, rows, heads]
-    start        float32 [runs, heads, key dim, value dim]
-    tiled        as of GatedDelta
+    Args:
+        q: float32 [runs, rows, key heads, key dim], unscaled; it is divided by sqrt(key dim) here. Several heads share
+            a key head. Rows of zeros change nothing
+        k: float32, shaped as q
+        v: float32 [runs, rows, heads, value dim]
+        decay: float32 [runs, rows, heads]
+        beta: float32 [runs, rows, heads]
+        start: float32 [runs, heads, key dim, value dim]
+        tiled: how heads share key heads, as in GatedDelta
     """
     runs, rows, heads = v.shape[:3]
     q = q * q.shape[-1] ** -0.5
@@ -46,7 +49,7 @@ def gated_delta(
         q, k = (x.repeat(1, 1, shared, 1) if tiled else x.repeat_interleave(shared, 2) for x in (q, k))
     if rows == 1:
         return _one_row(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], start)
-    # A matrix for each run and head.
+    # One matrix per run and head.
     q, k, v, decay, beta = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v, decay, beta))
     out, state = torch.empty_like(v), start.flatten(0, 1)
     for first in range(0, rows, CHUNK):
@@ -56,13 +59,15 @@ def gated_delta(
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns o [matrices, rows, value dim] of the rows of a chunk, and the state behind them; the arguments are those
-    of `gated_delta` by matrices."""
+    """Return (the outputs of a chunk's rows [matrices, rows, value dim], the state after them).
+
+    Arguments are as in `gated_delta`, with one matrix per run and head.
+    """
     total = decay.cumsum(1)
     between = power(total[:, :, None] - total[:, None, :]).tril_()
     grown = power(total)
-    # What each row adds to the state depends on what the rows before it in the chunk added: a triangular system, whose
-    # right side has the part that is linear in the state at the chunk's beginning.
+    # Each row's change of the state depends on the changes by earlier rows of the chunk: a triangular system. Its right
+    # side includes the part that is linear in the state at the start of the chunk.
     system = torch.bmm(k, k.mT).mul_(between).mul_(beta[..., None])
     prediction = torch.bmm(k, state).mul_(grown[..., None]).neg_().add_(v).mul_(beta[..., None])
     added = torch.linalg.solve_triangular(system, prediction, upper=False, unitriangular=True)
@@ -73,14 +78,16 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: 
 
 
 def power(exponent: Tensor) -> Tensor:
-    """Returns e to the power of sums of decays, which are no more than 0. What lies above is not used; what decays to
-    less than e ** -60 is far below what rounding loses, and smaller numbers would be slow."""
+    """Return `exp(exponent)` for sums of decays, clamped to [-60, 0].
+
+    Positive exponents occur only above the diagonal, which is not used. Values below exp(-60) are far below rounding
+    errors, and denormal numbers would be slow.
+    """
     return exponent.clamp(-60, 0).exp_()
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what `gated_delta` does for runs of one row; the arguments are those without the dimension of rows, and
-    each head has its q and k."""
+    """Return `gated_delta` for runs of one row. Arguments lack the dimension of rows; q and k have all heads."""
     state = start * decay.exp()[..., None, None]
     added = (v - (k[..., None, :] @ state)[..., 0, :]) * beta[..., None]
     state.addcmul_(k[..., :, None], added[..., None, :])
@@ -88,10 +95,9 @@ def _one_row(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start
 
 
 def states_of(rows: Rows, layer: int) -> LayerStates:
-    """Return the states of a layer. Raise UnsupportedModelError where there are none, or gradients are
-    wanted."""
+    """Return the states of a layer. Raise UnsupportedModelError without states, or if gradients are enabled."""
     if rows.states is None or torch.is_grad_enabled():
-        raise UnsupportedModelError("a model with layers of states runs in an engine, and is not trained")
+        raise UnsupportedModelError("a model with recurrent layers runs only in an engine, and cannot be trained")
     return cast(Carry, rows.states).of(layer)
 
 
@@ -105,9 +111,9 @@ def short_conv(operation: ShortConv, weights: Weights, rows: Rows) -> None:
 
 
 def gated_delta_net(operation: GatedDelta, weights: Weights, rows: Rows) -> None:
-    """The linear attention of Qwen3.5 (Yang et al. 2024, "Gated Delta Networks"): queries, keys and values go through a
-    short convolution; each head's state is decayed and corrected by each row.
+    """The linear attention of Qwen3.5 (Yang et al. 2024, "Gated Delta Networks").
 
+    Queries, keys and values pass a short convolution. Each row decays and corrects the state of each head.
     Source: modeling_qwen3_5.py of transformers.
     """
     x, states = rows.get(operation.source), states_of(rows, operation.layer)
@@ -138,20 +144,22 @@ def gated_delta_net(operation: GatedDelta, weights: Weights, rows: Rows) -> None
 
 
 def mamba2(operation: Mamba2, weights: Weights, rows: Rows) -> None:
-    """A layer of state spaces: x, keys b and queries c go through a short convolution; heads of one group share b and
-    c. Source: modeling_granitemoehybrid.py of transformers."""
+    """Mamba-2: x, keys b and queries c pass a short convolution; the heads of a group share b and c.
+
+    Source: modeling_granitemoehybrid.py of transformers.
+    """
     h, states = rows.get(operation.source), states_of(rows, operation.layer)
     read, carry, heads = rows.read if operation.picked else None, states.carry, operation.heads
     inner, channels, groups = heads * operation.dim, len(weights.taps), operation.groups
     scales, sizes = zip(*operation.section_scales, strict=True)
     gate, xbc, dt = h.split([inner, channels, heads], -1)
     taps = weights.taps[:, 0]
-    if operation.scales != (1.0,) * 5:  # a factor of what is convolved is one of the taps
+    if operation.scales != (1.0,) * 5:  # a factor of a convolution's input can be applied to its taps
         taps = torch.cat([scale * part for part, scale in zip(taps.split(sizes), scales, strict=True)])
     xbc = F.silu(states.conv(0, xbc, taps, weights.conv_bias))
     gate_scale, step_scale = operation.scales[0], operation.scales[-1]
     step = F.softplus(step_scale * dt.float() + weights.dt_bias.float()).clamp(*operation.limits)
-    # x of rows that prompts share lies at each of them from here on, where a step is folded.
+    # In a folded step (sharing="mlp"), x has one row per row of the stream from here on.
     parts = carry.unfold(xbc).float().split(sizes, -1)
     x, b, c = (part.unflatten(-1, (number, -1)) for part, number in zip(parts, (heads, groups, groups), strict=True))
     step = carry.unfold(step)
@@ -176,16 +184,19 @@ def mamba2(operation: Mamba2, weights: Weights, rows: Rows) -> None:
 
 
 def state_space(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, step: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns y [runs, rows, heads, head dim], and the states at the ends of the runs, in chunks.
+    """Return (y [runs, rows, heads, head dim], the states after the runs), computed in chunks.
 
-    c, b         float32 [runs, rows, groups, state size]: each group is that of some neighbouring heads
-    x            float32 [runs, rows, heads, head dim]
-    decay, step  float32 [runs, rows, heads]: decay is 0 at most. Rows of zeros change nothing
-    start        float32 [runs, heads, state size, head dim]
+    Args:
+        c: float32 [runs, rows, groups, state size]; neighbouring heads share a group
+        b: float32, shaped as c
+        x: float32 [runs, rows, heads, head dim]. Rows of zeros change nothing
+        decay: float32 [runs, rows, heads], at most 0
+        step: float32 [runs, rows, heads]
+        start: float32 [runs, heads, state size, head dim]
     """
     runs, rows, heads = x.shape[:3]
     c, b = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (c, b))
-    # A matrix for each run and head.
+    # One matrix per run and head.
     c, b, x, decay, step = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (c, b, x, decay, step))
     out, state = torch.empty_like(x), start.flatten(0, 1)
     for first in range(0, rows, CHUNK):

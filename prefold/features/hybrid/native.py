@@ -1,4 +1,4 @@
-"""The states that the native executor keeps for a hybrid: of paths of row streams, and of slots."""
+"""The states of a hybrid in the native worker: one table per row stream, and one for the slots."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ...worker.parts import CallFields, WorkerPart
 from .states import StateFlow, StateTable
 from .steps import MakeStates, StateFacts, StateRuns, StateSlotStep, StateStreamStep
 
-LayerTables = dict[int, StateTable]  # of one stream, by layer
+LayerTables = dict[int, StateTable]  # the tables of one stream, by layer
 
 
 class StateCall:
-    """A StateCall says to the kernels how states go through the rows of a step: its `fields` are those of the call.
+    """The kernels' arguments for the states of one step. `fields` are fields of the kernel call.
 
-    runs: what the step says of them
+    runs: the step's runs, by which a repeated step is recognized
     """
 
     def __init__(self, flow: StateFlow, runs: StateRuns):
@@ -52,9 +52,9 @@ class StateCall:
 
 
 class StateCarry:
-    """The states of a stream while each layer runs over several steps before the next layer does: a table a layer.
+    """The states of a stream while each layer runs over several steps before the next layer runs: one table per layer.
 
-    tables: those of the stream before these steps, by layer
+    tables: the stream's tables before these steps, by layer; `commit` replaces them
     """
 
     def __init__(self, config: ModelConfig, zeros: Callable[[int, StateShape], np.ndarray], tables: LayerTables):
@@ -86,12 +86,12 @@ class StateCarry:
 
 
 def state_part(model: NativeModel) -> WorkerPart:
-    """Return the part of a worker that holds states."""
+    """Return the worker part that stores states."""
     config = model.config
     paths: dict[int, StateTable] = {}
     by_layer: dict[int, LayerTables] = {}
     table: StateTable | None = None
-    last: StateCall | None = None  # of the last step over slots, if each state is where it was before
+    last: StateCall | None = None  # the call of the last slot step, if every state stayed in its row of the table
 
     def zeros(rows: int, part: StateShape) -> np.ndarray:
         return np.zeros((rows, *part.shape), np.float32 if part.is_wide else model.dtype)
@@ -116,7 +116,7 @@ def state_part(model: NativeModel) -> WorkerPart:
     def run_slots(worker: NativeWorker, step: StateSlotStep) -> Ticket:
         nonlocal last
         assert table is not None
-        if step.follows and last is not None and last.runs is step.runs:  # states stay where they are
+        if step.follows and last is not None and last.runs is step.runs:  # the same call works again
             return worker.run_slots(step, last.fields)
         placed = table.place(step.runs)
         last = None

@@ -1,12 +1,12 @@
-"""The scheduler of generation for hybrids: which state each row of a step goes on from, and which states are kept.
+"""The scheduler of generation for hybrids: which states the rows of a step start from, and which states are stored.
 
-A state hangs on a node of the trie, as a prompt's or as a tail's: it is that behind so many of the node's rows. A
-sequence that runs has the deepest state on its path; the others are a cache of a fixed number of slots, out of which
-the state that was used longest ago goes first. Where a row is to be computed and the state before it is not there, the
-rows from the nearest state above it on are computed again: K/V of these is there, and is not written again.
+A state belongs to a node of the trie, a prompt's node or a tail, and to a number of the node's rows: it is the state
+after these rows. Each running sequence has the deepest state on its path. The other states are an LRU cache with a
+fixed number of slots. If a row is to be computed and the state before it is missing, the rows from the nearest state
+above are computed again. Their K/V exists already and is not written again.
 
-A prompt's last token is a node of its own, so that a state is kept before it, from which that row can be computed again
-for a later request with the same prompt.
+A prompt's last token has its own node, so that the state before it can be stored. A later request with the same prompt
+computes that row again from there.
 """
 
 from __future__ import annotations
@@ -32,20 +32,17 @@ from .steps import ZERO, StateRuns, StateSlotStep
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A State is one that is kept: slot, where it lies; rows, how many of its node's rows are above it, at least 1."""
+    """A stored state."""
 
     slot: int
-    rows: int
+    rows: int  # it is the state after this number of rows of its node, at least 1
 
 
 @dataclass(eq=False, slots=True)
 class StateStep(GenerateStep):
-    """A StateStep is a GenerateStep with what it changes of the states.
+    """A GenerateStep with its changes of the states."""
 
-    evicted_nodes  nodes that lose their states
-    new_states     nodes with the states that they have afterwards
-    read_nodes     nodes whose states rows start from
-    """
+    # Nodes that lose their states, the states of nodes after the step, and nodes with states that rows start from.
 
     evicted_nodes: tuple[Node, ...] = ()
     new_states: Mapping[Node, State] = field(default_factory=dict)
@@ -54,7 +51,7 @@ class StateStep(GenerateStep):
 
 @dataclass(eq=False, slots=True)
 class RepeatedStateStep(RepeatedStep):
-    """A RepeatedStateStep is a RepeatedStep of a StateStep: each state is stored where it was read."""
+    """A RepeatedStep of a StateStep: each state is stored in the slot from which it was read."""
 
     @classmethod
     def of(cls, step: GenerateStep) -> Self | None:
@@ -75,22 +72,22 @@ class RepeatedStateStep(RepeatedStep):
 
 @dataclass
 class StatesPlan(StepPlan):
-    """A StatesPlan is a StepPlan that adds the rows before the rows of a sequence which have to be computed again.
+    """A StepPlan that adds rows to be computed again, from the nearest state down to a sequence's rows.
 
-    states  those that are kept, by their nodes
+    states: the stored states by node
     """
 
     states: Mapping[Node, State] = field(default_factory=dict)
 
     def reach(self, node: Node) -> int | None:
-        """Returns behind how many of a node's rows its rows in the step end; None: it has no rows in the step."""
+        """Return the number of the node's rows up to the end of its rows in the step; None if it has no rows there."""
         if rows := self.computed_rows.get(node):
             return node.num_computed + rows
         repeated = self.repeats.get(node)
         return None if repeated is None else repeated.stop
 
     def first(self, node: Node) -> int:
-        """Returns the first of a node's rows in the step."""
+        """Return the first of a node's rows in the step."""
         return self.repeats[node].start if node in self.repeats else node.num_computed
 
     def _add_tail(self, sequence: SequenceState) -> None:
@@ -102,21 +99,23 @@ class StatesPlan(StepPlan):
             self.decode_rows += 1
 
     def _add_prompt(self, sequence: SequenceState) -> None:
-        if sequence.tail.tokens:  # it was preempted
+        if sequence.tail.tokens:  # the sequence was preempted
             self._add_tail(sequence)
             return
         path, leaf = sequence.leaf.path(), sequence.leaf
         if not self._add(path):
             return
-        if self.reach(leaf) != len(leaf):  # all rows of the prompt are there, but not the result of the last one
+        if self.reach(leaf) != len(leaf):  # the prompt is computed, but the result of its last row is not stored
             above = len(leaf) - 1
             if not (self._bring(path, len(path) - 1, above) and self._repeat(leaf, above, len(leaf))):
                 return
         self.reads.append((sequence, leaf))
 
     def _add(self, nodes: Sequence[Node]) -> bool:
-        """Adds the rows of a path that are not computed, and those above that have to be computed again. Returns
-        whether there was room for all."""
+        """Add the rows of a path that are not computed, and the rows above them that have to be computed again.
+
+        Return whether all of them fit into the step.
+        """
         for number, node in enumerate(nodes):
             planned = self.computed_rows.get(node, 0)
             if missing := node.num_pending - planned:
@@ -131,8 +130,10 @@ class StatesPlan(StepPlan):
         return True
 
     def _bring(self, nodes: Sequence[Node], number: int, rows: int) -> bool:
-        """Adds rows that are computed again until there is a state behind `rows` rows of the numbered node of a path.
-        Returns whether there was room for them."""
+        """Add rows to be computed again, until there is a state after `rows` rows of node `number` of a path.
+
+        Return whether all of them fit into the step.
+        """
         above, behind = self._nearest(nodes, number, rows)
         for at in range(above, number + 1):
             stop = rows if at == number else len(nodes[at])
@@ -150,7 +151,7 @@ class StatesPlan(StepPlan):
         return rows == stop - first
 
     def _nearest(self, nodes: Sequence[Node], number: int, rows: int) -> tuple[int, int]:
-        """Returns the number of the node with the deepest state not below that place, and the rows above the state."""
+        """Return (node number, rows of the node) of the deepest state at or above `rows` rows of node `number`."""
         for at in range(number, -1, -1):
             node, most = nodes[at], rows if at == number else len(nodes[at])
             state = self.states.get(node)
@@ -162,10 +163,11 @@ class StatesPlan(StepPlan):
 
 
 class StateScheduler(Scheduler):
-    """A StateScheduler is a Scheduler for a hybrid.
+    """A Scheduler for a hybrid.
 
-    states       those that are kept, by their nodes, the one that was used longest ago first
-    state_slots  how many there is room for
+    Attributes:
+        states: the stored states by node, least recently used first
+        state_slots: the number of slots for states
     """
 
     def __init__(self, pool: SlotPool, *, state_slots: int, **options: Any):
@@ -173,7 +175,7 @@ class StateScheduler(Scheduler):
         self.state_slots = state_slots
         self.states: dict[Node, State] = {}
         self.free_states = set(range(ZERO + 1, state_slots + 1))
-        self.unread: dict[Node, set[SequenceState]] = {}  # by leaf, sequences without a read of it
+        self.unread: dict[Node, set[SequenceState]] = {}  # by leaf, the sequences that have not read it yet
         self.tree.on_split.append(self._split_state)
         self.tree.on_drop.append(self._drop_state)
 
@@ -226,7 +228,7 @@ class StateScheduler(Scheduler):
         super()._end(sequence)
         if state is None:
             return
-        # The cache has put the rows of the tail into the trie: the state goes with them, if it is behind the last one.
+        # The cache has moved the tail's rows into the trie. The state moves too, if it is the state after the last row.
         matches = list(sequence.leaf.match(ids))
         node, same = matches[-1] if matches else (sequence.leaf, 0)
         is_there = same == len(node) == node.num_computed and node.stop == sequence.leaf.stop + rows
@@ -256,7 +258,7 @@ class StateScheduler(Scheduler):
         for node in step.evicted_nodes:
             self._drop_state(node)
         for node in step.read_nodes:
-            if node in self.states:  # from now on it is the one that was used last
+            if node in self.states:  # move it to the end, as the most recently used
                 self.states[node] = self.states.pop(node)
         for node, state in step.new_states.items():
             self.states.pop(node, None)
@@ -270,9 +272,13 @@ class StateScheduler(Scheduler):
                 self._drop_state(node)
 
     def _is_wanted(self, node: Node, plan: StatesPlan | None = None) -> bool:
-        """Returns whether the state at the end of a prompt's node is to be kept for what may come: a branch or a tail
-        without rows, a sequence that has yet to read the row below, and with a cache any later prompt. plan: of the
-        step that is about to begin"""
+        """Return whether the state at the end of a prompt's node is still needed.
+
+        It is needed by a branch or tail without rows, by a sequence that has not read the row below yet, and, with a
+        cache, by any later prompt.
+
+        plan: the plan of the step that is about to start
+        """
         children = node.children.values()
         begun: Collection[Node] = ()
         reads: set[SequenceState] = set()
@@ -293,7 +299,7 @@ class StateScheduler(Scheduler):
         )
 
     def _places(self, plan: StatesPlan) -> tuple[tuple[Node, ...], dict[Node, State]]:
-        """Returns the nodes that lose their states with the step of a plan, and those that have new ones."""
+        """Return (the nodes that lose their states with the step of a plan, the new states by node)."""
         needed = {node: None for sequence in self.running if (node := self._last_node(plan, sequence)) is not None}
         rows_wanted = [
             node
@@ -312,12 +318,14 @@ class StateScheduler(Scheduler):
             if slot is not None:
                 stored[node] = State(slot, reach)
             else:
-                assert node not in needed, "more sequences run than there are slots of states"
+                assert node not in needed, "more sequences run than there are slots for states"
         return tuple(evicted), stored
 
     def _last_node(self, plan: StatesPlan, sequence: SequenceState) -> Node | None:
-        """Returns the last node on a sequence's path that has rows in a step, where the sequence or the cache needs
-        the state behind them; else None."""
+        """Return the last node on a sequence's path with rows in the step, if the state after them is needed.
+
+        The state is needed by the sequence or the cache. Else return None.
+        """
         tail, leaf = sequence.tail, sequence.leaf
         node = tail if tail in plan.last_row else next((n for n in leaf.path()[::-1] if n in plan.last_row), None)
         if node is None or node not in (tail, leaf) or plan.reach(node) != len(node):
@@ -326,15 +334,16 @@ class StateScheduler(Scheduler):
         return None if ends and (node is leaf or self.cache is None) else node
 
     def _victims(self, needed: Collection[Node], stored: Collection[Node]) -> Iterator[Node]:
-        """Yields nodes whose states may go, in the order in which they should.
+        """Yield the nodes with states that may be evicted, in the order of eviction.
 
-        needed  nodes with rows in the step that is planned whose states are stored in any case
-        stored  nodes whose states are stored then, of which there may be more each time that this goes on
+        Args:
+            needed: nodes with rows in the planned step; their new states are always stored
+            stored: nodes with new states that are stored; the caller adds nodes between two values
         """
         deepest = set(needed)
         for sequence in self.running:
             path = [*sequence.leaf.path(), sequence.tail][::-1]
-            if not sequence.ready:  # it has to read the leaf, from the state above it
+            if not sequence.ready:  # it has yet to read the leaf, from the state above the leaf
                 path = [node for node in path if node is not sequence.leaf or node in needed]
             deepest.update(itertools.islice((node for node in path if node in self.states or node in needed), 1))
         for node in self.states:
@@ -344,8 +353,10 @@ class StateScheduler(Scheduler):
     def _runs(
         self, plan: StatesPlan, nodes: Sequence[Node], stored: Mapping[Node, State]
     ) -> tuple[StateRuns, tuple[Node, ...]]:
-        """Returns how states go through the rows of a plan, and the nodes whose states they start from. nodes: those
-        with rows in the step, in the order of the rows"""
+        """Return (the runs of a plan, the nodes with states that they start from).
+
+        nodes: the nodes with rows in the step, in the order of the rows
+        """
         num_begun = Counter(node.parent for node in nodes if not plan.first(node))
         first, source, ends, slots = list[int](), list[int](), list[int](), list[int]()
         run_of: dict[Node, int] = {}
@@ -365,7 +376,7 @@ class StateScheduler(Scheduler):
             elif above in stored or num_begun[above] > 1 or row != plan.last_row[above] + 1:
                 first.append(row)
                 source.append(-1 - run_of[above])
-            else:  # the same run goes on
+            else:  # the run continues
                 run_of[node] = run_of[above]
             if node in stored:
                 ends.append(run_of[node])
@@ -376,7 +387,7 @@ class StateScheduler(Scheduler):
         is_first = sequence.cached_tokens is None
         super()._count_admission(sequence, path, fresh)
         if is_first and sequence.cached_tokens:
-            # Rows behind the deepest state are computed again, but for those that another sequence is about to compute.
+            # Rows below the deepest state are computed again, except rows that another sequence is about to compute.
             there = [node.start + self.states[node].rows for node in path if node in self.states]
             there += [node.stop for node in path if node not in fresh and node.num_pending]
             sequence.cached_tokens = min(sequence.cached_tokens, max(there, default=0))

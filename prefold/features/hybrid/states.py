@@ -1,4 +1,4 @@
-"""States by slot, and how they go through the rows of one step: which rows each reads, in which order. No torch."""
+"""States by key, and how states pass through the rows of one step: what each row reads, in which order. No torch."""
 
 from __future__ import annotations
 
@@ -17,47 +17,38 @@ from .steps import ZERO, StateRuns
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ConvPlaces:
-    """A ConvPlaces says which rows a causal convolution of the kernels reads. A place below `kept` columns for each
-    state of the table is one of these columns; the places above are rows.
+    """The rows that a causal convolution of the kernels reads.
 
-    above  int64 [kept, rows]: of each row the places of the rows above it, the nearest first
-    below  int64 [ends, kept]: the rows that each state to be stored consists of, the oldest first
-    to     int64 [ends]: where in the table these are stored. Only the rows of the run that ends there may read the
-           state whose place it takes
+    A place is an index into the columns of all states of the table, `kept` per state, followed by the rows of the step.
     """
 
-    above: np.ndarray
-    below: np.ndarray
-    to: np.ndarray
+    above: np.ndarray  # int64 [kept, rows]: places of the rows above each row, the nearest first
+    below: np.ndarray  # int64 [ends, kept]: places of the rows that form each state to be stored, the oldest first
+    to: np.ndarray  # int64 [ends]: table rows for these states. Only the run that ends there may read the old state
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RunOrder:
-    """A RunOrder is the runs of a step in an order in which they can be computed.
+    """The runs of a step in an order of computation."""
 
-    first, stop  int64 [runs]: the first row of each run, and the row behind its last
-    source, to   int64 [runs]: the states that it starts from and leaves, those of the table, and behind these others
-                 that only later runs need; to is -1 where no state is needed, and else a state that no other run of
-                 its wave or of a later one starts from, but for runs that go on from this one
-    waves        int64: where the runs that do not depend on each other begin, and the number of all
-    between      how many states only later runs need
-    """
-
-    first: np.ndarray
-    stop: np.ndarray
-    source: np.ndarray
+    first: np.ndarray  # int64 [runs]: the first row of each run
+    stop: np.ndarray  # int64 [runs]: the row after its last one
+    # States are numbered: first the rows of the table, then `between` temporary states that only later runs read.
+    source: np.ndarray  # int64 [runs]: the state that it starts from
+    # int64 [runs]: the state that it writes, or -1 to discard it. In the same and in later waves only runs that
+    # continue this run may read that state.
     to: np.ndarray
-    waves: np.ndarray
+    waves: np.ndarray  # int64: index of the first run of each wave of independent runs, then the number of runs
     between: int
 
 
 class StateTable:
-    """A StateTable holds states by key. A step writes its new states into rows of the table, which get their keys when
-    it has run: nothing is copied.
+    """States by key. A step writes its new states into free rows, which get their keys after the step: no copies.
 
-    tensors   by layer, those that its state consists of, [rows, ...] each; row 0 is the state of ZERO, zeros
-    in_place  whether a new state may be written over the one whose key it gets, where no other run reads that; else a
-              step that fails changes no state
+    Attributes:
+        tensors: by layer, the parts of its state, [rows, ...] each; row 0 is the state of ZERO, all zeros
+        in_place: overwrite the state with the same key if no other run reads it. If false, a failed step leaves every
+            state unchanged
     """
 
     def __init__(
@@ -69,25 +60,29 @@ class StateTable:
         in_place: bool = True,
         layers: Iterable[int] | None = None,
     ):
-        """Makes a table of so many rows, which grows.
+        """Make a table with `rows` rows, which grows when needed.
 
-        zeros: returns an array, or a tensor, of so many states of a shape. A page of a CPU's memory takes room when it
-        is first written. layers: whose states it holds; None: all
+        Args:
+            zeros: makes an array or tensor of zeros for a number of states of one shape. On a CPU its memory is
+                allocated page by page, on the first write
+            layers: the layers of the states; None: all
         """
         layers = range(config.layers) if layers is None else layers
         self._shapes, self._zeros = [config.states(number) for number in layers], zeros
         self.tensors = [[zeros(rows, part) for part in parts] for parts in self._shapes]
         self.rows, self.in_place = rows, in_place
         self._row_of = {ZERO: 0}
-        self._free = list(range(rows - 1, 0, -1))  # the next one to be taken is the last
+        self._free = list(range(rows - 1, 0, -1))  # the last one is used next
 
     def place(self, runs: StateRuns) -> StateRuns:
-        """Returns runs with rows of the table in place of keys; each state that is stored gets a row that no other run
-        reads. Raises ValueError where a state is not there that a run starts from."""
+        """Replace keys by rows of the table. Each state to be stored gets a row that no other run reads.
+
+        Raise ValueError if a run starts from a state that is not in the table.
+        """
         sources = runs.source.tolist()
         if missing := {key for key in sources if key >= 0} - self._row_of.keys():
-            raise ValueError(f"the step goes on from states that are not there, {sorted(missing)}")
-        above = list[int]()  # by run, the key of the state above it: runs that go on from others may read it too
+            raise ValueError(f"the step starts from states that are not stored: {sorted(missing)}")
+        above = list[int]()  # by run, the key of the stored state above it: runs that continue it may read it too
         for key in sources:
             above.append(key if key >= 0 else above[-1 - key])
         readers, slots, num_taken = Counter(above), list[int](), 0
@@ -103,22 +98,22 @@ class StateTable:
         return replace(runs, source=np.array(source, np.int64), slots=np.array(slots, np.int64))
 
     def store(self, runs: StateRuns, placed: StateRuns) -> None:
-        """Gives the new states of a step that has run their keys. placed: what `place` returned of its runs"""
+        """Assign the keys of a completed step to its new states. placed: the result of `place` for its runs"""
         unused = []
         for key, row in zip(runs.slots.tolist(), placed.slots.tolist(), strict=True):
             if (old := self._row_of.get(key)) != row:
-                self._free.pop()  # which is `row`
+                self._free.pop()  # this is `row`
                 unused += [] if old is None else [old]
                 self._row_of[key] = row
         self._free += unused
 
     def keep(self, keys: np.ndarray) -> None:
-        """Lets the states of all other keys go."""
+        """Discard the states of all other keys."""
         for key in self._row_of.keys() - {ZERO, *keys.tolist()}:
             self._free.append(self._row_of.pop(key))
 
     def copy(self) -> StateTable:
-        """Return a table with the same states in memory of its own."""
+        """Return a table with copies of the states."""
         other = copy(self)
         other.tensors = [[tensor.copy() for tensor in parts] for parts in self.tensors]
         other._row_of, other._free = self._row_of.copy(), self._free.copy()
@@ -135,11 +130,12 @@ class StateTable:
 
 @dataclass(eq=False)
 class StateFlow:
-    """A StateFlow says how states go through the rows of one step, and which are stored into the table.
+    """The order in which states pass through the rows of one step, and the states that are stored into the table.
 
-    table    the states that the step starts from
-    runs     how they go through the rows; `source` and `slots` are rows of the table
-    rows     how many rows there are: those of the stream where the step is folded
+    Attributes:
+        table: the states that the step starts from
+        runs: the runs of the step; `source` and `slots` are rows of the table
+        rows: number of rows: of the stream if the step is folded (sharing="mlp")
     """
 
     table: StateTable
@@ -149,24 +145,23 @@ class StateFlow:
     def __post_init__(self) -> None:
         runs = self.runs
         self._stop = np.append(runs.first[1:], self.rows)
-        self._from_run = np.where(runs.source < 0, -1 - runs.source, -1)  # -1: it starts from a slot
-        # Several runs that start from one state read it once.
+        self._from_run = np.where(runs.source < 0, -1 - runs.source, -1)  # -1: the run starts from a stored state
+        # Runs that start from the same state read it once.
         self._starts, places = np.unique(runs.source[runs.source >= 0], return_inverse=True)
         self._place = np.full(len(runs.first), -1, np.int64)
         self._place[runs.source >= 0] = places.reshape(-1)
         depth = np.zeros(len(runs.first), np.int64)
         for run in np.flatnonzero(self._from_run >= 0).tolist():
             depth[run] = depth[self._from_run[run]] + 1
-        # Runs whose starts are known when those before them have ended, longest first: they run side by side.
+        # Runs of one wave can be computed together: the runs that they continue are in earlier waves. Longest first.
         order = np.lexsort((runs.first - self._stop, depth))
         self._waves = np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []
         self._conv: dict[int, ConvPlaces] = {}
 
     def places(self, num_kept: int) -> ConvPlaces:
-        """Returns of each row the places of the rows 1 to `num_kept` rows above it on its path, and those of the last
-        `num_kept` rows on the paths of `runs.ends`.
+        """Return the places of the `num_kept` rows above each row, and of the last `num_kept` rows after `runs.ends`.
 
-        A place is of the `num_kept` columns of each of the table's states, one state after another, then of the rows.
+        Both follow the paths of the rows. ConvPlaces defines places.
         """
         if num_kept not in self._conv:
             first, length = self.runs.first, self._stop - self.runs.first
@@ -192,11 +187,11 @@ class StateFlow:
 
     @cached_property
     def order(self) -> RunOrder:
-        """Returns the runs in the order in which our kernels compute them."""
+        """Return the runs in the order in which prefold's kernels compute them."""
         runs, count = self.runs, len(self.runs.first)
         to = np.full(count, -1, np.int64)
         to[self._from_run[self._from_run >= 0]] = 0
-        to[runs.ends] = runs.slots  # which are more than 0
+        to[runs.ends] = runs.slots  # never 0
         between = np.flatnonzero(to == 0)
         to[between] = self.table.rows + np.arange(len(between))
         order = np.concatenate(self._waves) if self._waves else np.zeros(0, np.int64)

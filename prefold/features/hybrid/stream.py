@@ -1,4 +1,4 @@
-"""The host's part of hybrids: which states the rows of a stream continue from, and which a stream keeps. No torch."""
+"""Hybrids in the engine: the states that rows of a stream start from, and the states that a stream stores. No torch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from .steps import ZERO, MakeStates, StateFacts, StateRuns, StateStreamStep
 
 
 class StateStream(WindowPlanner):
-    """A StateStream is a WindowPlanner whose steps say how states go through their rows.
+    """A WindowPlanner whose steps also plan the states of their rows.
 
-    Between two steps the states are kept that a later row of the window starts from, which are those of branch points
-    of one path, and of the row above a cut. At the end of a window those of the branch points of its last path are
-    kept, and that of its end: the next window goes on from the deepest of these that it can use.
+    Between two steps it stores every state that a later row of the window starts from: the states at branch points of
+    the path, and the state above the cut. At the end of a window it stores the states at the branch points and at the
+    end of the last path. The next window continues from the deepest of these states that it can use.
 
-    before  the scheduler of the window before, of the same stream
-    note    takes how many states are kept after a step
-
-    The other arguments are those of a WindowPlanner.
+    Args:
+        arguments: as for WindowPlanner
+        before: the planner of the previous window of the stream
+        note: called after each step with the number of stored states
+        options: as for WindowPlanner
     """
 
     def __init__(
@@ -42,12 +43,13 @@ class StateStream(WindowPlanner):
         trie = self.trie
         inner = trie.parent[trie.parent >= 0]
         self._children = np.bincount(inner, minlength=trie.num_rows)
-        # The last row that begins below each row; a state is of no more use behind it.
+        # The last row that starts directly below each row. Its state is not needed afterwards.
         self._last_child = np.full(trie.num_rows, -1, np.int64)
         np.maximum.at(self._last_child, inner, np.flatnonzero(trie.parent >= 0))
         carried = np.zeros(0, np.int64) if before is None or not follows else before.depths_left
         self._first = self._position = self._goes_on_from(carried)
-        # Rows of the last path whose states the next window may go on from: a path's first rows are those of the trie.
+        # Rows of the last path with states that the next window may start from. The first rows of the path are the
+        # trie's.
         has_path = self.sharing == "full" and len(trie.order) > 0
         rows = trie.rows_of(int(trie.order[-1])) if has_path else np.zeros(0, np.int64)
         branches = (self._children[rows] > 1) | (np.arange(len(rows)) == len(rows) - 1)
@@ -56,19 +58,20 @@ class StateStream(WindowPlanner):
         self._last_path = rows[np.where(rows < self._first, True, branches) & self._has_state[rows]]
 
     def _goes_on_from(self, carried: np.ndarray) -> int:
-        """Returns how many rows of the path that the window before left are not computed again. carried: the depths of
-        the states on that path, int64 ascending"""
+        """Return how many rows of the previous window's last path are not computed again.
+
+        carried: the depths of the states on that path, int64 ascending
+        """
         most = reusable_rows(self.window, self.readout) if len(carried) else 0
         branches = np.flatnonzero(self._children[:most] > 1) + 1
         missing = branches[~np.isin(branches, carried)]
-        if len(missing):  # a later row starts from a state that is not there: its row has to be computed again
+        if len(missing):  # a later row starts from a state that is not stored: compute the branch point's row again
             most = min(most, int(missing[0]) - 1)
         return int(carried[carried <= most].max(initial=0))
 
     @property
     def depths_left(self) -> np.ndarray:
-        """Returns how many rows are above each state that is kept when the window has been computed, int64
-        ascending."""
+        """Return the depths (rows above) of the states that are stored after the window, int64 ascending."""
         return self.trie.positions[self._last_path].astype(np.int64) + 1
 
     def step(self, start: int, stop: int) -> PlannedStep:
@@ -96,12 +99,12 @@ class StateStream(WindowPlanner):
         return replace(planned, message=StateStreamStep(**own, runs=runs, kept_states=depths))
 
     def _is_kept(self, rows: np.ndarray, stop: int) -> np.ndarray:
-        """Returns the states behind which of these rows are kept after the step that ends before row `stop`, bool."""
+        """Return whether the state after each of these rows is stored after the step that ends before `stop`, bool."""
         return ((self._last_child[rows] >= stop) | np.isin(rows, self._last_path)) & self._has_state[rows]
 
 
 class StateStreams:
-    """A StateStreams makes the StateStream of each window of one row stream, in turn. note: as of StateStream"""
+    """Makes the StateStream of each window of one row stream, in order."""
 
     def __init__(self, note: Callable[[int], object]) -> None:
         self._before: StateStream | None = None
@@ -112,13 +115,12 @@ class StateStreams:
         return self._before
 
 
-# Where nobody says how many bytes states may take: this share of what K/V may take, and so many states for each
-# sequence that may run at once, at most.
+# Defaults for `state_memory`: this share of the memory for K/V, but at most this number of states per running sequence.
 SHARE, MOST_PER_SEQUENCE = 0.25, 4
 
 
 class States(EnginePart):
-    """A States is the EnginePart for a hybrid."""
+    """The engine part for hybrids."""
 
     def __init__(self, worker: Worker, options: EngineOptions, facts: StateFacts, meter: Meter):
         self._worker, self._options, self._facts, self._meter = worker, options.generation, facts, meter
@@ -136,7 +138,7 @@ class States(EnginePart):
             slots = worker.kv_slots(options.state_memory, size)
         if slots < 2:
             raise InputError(
-                f"state_memory is {options.state_memory} bytes, and one state takes {size}",
+                f"state_memory is {options.state_memory} bytes, but one state takes {size}",
                 field="state_memory",
                 remedy=f"give {3 * size} or more",
             )
@@ -151,11 +153,11 @@ class States(EnginePart):
         return {}
 
     def _note(self, states: int) -> None:
-        """Counts the states that are kept now."""
+        """Record the number of states that are stored now."""
         self._meter.add(state_bytes_peak=states * self._facts.state_bytes)
 
 
 def engine_part(worker: Worker, options: EngineOptions, meter: Meter) -> States | None:
-    """Returns the EnginePart for a worker's model; None where it is no hybrid."""
+    """Return the engine part for a worker's model, or None if the model is not a hybrid."""
     facts = worker.facts.of(StateFacts)
     return None if facts is None else States(worker, options, facts, meter)

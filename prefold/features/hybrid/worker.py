@@ -1,4 +1,4 @@
-"""The states that a worker keeps for a hybrid: of paths of row streams, and of slots."""
+"""The states of a hybrid in the PyTorch worker: one table per row stream, and one for the slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .steps import MakeStates, StateFacts, StateSlotStep, StateStreamStep
 
 
 def state_part(model: CausalLM) -> WorkerPart:
-    """Returns the part of a worker that holds states."""
+    """Return the worker part that stores states."""
     config, dtype, device = model.config, model.dtype, model.device
     paths: dict[int, StateTable] = {}
     table: StateTable | None = None

@@ -1,4 +1,4 @@
-"""The room of images: decoded pixels, the tower that makes rows of them, and what a prompt has in their place.
+"""Images in prompts: decoding, the tower that computes their rows, and the image ids in a prompt.
 
 Only `tensors` imports torch. Pillow is imported with the first image.
 """

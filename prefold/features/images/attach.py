@@ -1,4 +1,4 @@
-"""Enters images in the tables of the core. No torch."""
+"""Register images in the core's tables. No torch."""
 
 from __future__ import annotations
 

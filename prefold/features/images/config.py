@@ -1,4 +1,4 @@
-"""Describes the tower of a model, the part that makes rows of images, as data. No torch.
+"""The description of a tower, the part of a model that computes the rows of images. No torch.
 
 It is read from a Hugging Face config, or from the metadata of a GGUF file (llama.cpp's mmproj, architecture "clip").
 """
@@ -15,16 +15,15 @@ from ...checkpoint.gguf import GGUFFile
 from ...checkpoint.settings import MOST_LAYERS, Settings
 from ...errors import CheckpointError, UnsupportedModelError
 
-# Rows of a piece of the tower's work: with fewer rows linears lose speed, with more rows steps wait for longer.
+# Rows of one piece of the tower's work. Fewer rows make linears slow; more rows make decode steps wait longer.
 PIECE_ROWS = 512
 
-# What checkpoints put before the names of the text model, and before those of the tower; versions of transformers
-# wrote both in several ways.
+# Prefixes of tensor names: of the text model, and of the tower. Versions of transformers have written several forms.
 TEXT = r"(model\.)?(language_model|text_model)\.(model\.)?"
 _TOWERS = r"vision_tower(\.vision_model)?|vision_model|multi_modal_projector|connector|embed_vision"
 TOWER = rf"(model\.)?({_TOWERS})\.(encoder\.)?"
 
-# Settings of transformers' towers that change what a tower gives, and the one value that works.
+# Settings of transformers' towers that change results, with the only supported value.
 FIXED: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
     "num_channels": 3,
@@ -35,25 +34,23 @@ FIXED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class TowerConfig:
-    """A TowerConfig describes a vision transformer and the projector behind it.
+    """A vision transformer and its projector.
 
-    kind        the projector. "gemma3": squares of patches are averaged, RMS normed and projected. "idefics3": squares
-                of patches are put side by side (pixel shuffle) and projected. Both have SigLIP before them. "gemma4":
-                as "gemma3", behind a transformer of its own
-    image_size  height and width of a tile, the image that the tower sees; 0: each image is a tile of a size of its own
-    patch_size  height and width of a patch, which is one row inside the tower
-    merge       patches along one side of the square that becomes one row of the model
-    output      the width of such a row: the model's hidden size
-
-    Of "gemma4" alone:
-
-    most_rows   the most rows of the model that an image becomes
-    head_size   numbers of a head
-    places      rows of the table of positions, for each axis
-    theta       the base of the rotary positions, of which each axis has half of a head
-    clips       whether what linears read and give is kept within bounds
-    shifts      whether rows are shifted and scaled before the projector
-    both_ways   whether the rows of an image see each other in both directions, in layers with a sliding window
+    Attributes:
+        kind: the projector. "gemma3": squares of patches are averaged, RMS normed and projected. "idefics3": squares
+            of patches are concatenated (pixel shuffle) and projected. Both follow a SigLIP. "gemma4": as "gemma3",
+            after its own kind of transformer
+        image_size: height and width of a tile, the image that the tower sees; 0: each image is one tile of its own size
+        patch_size: height and width of a patch, which is one row inside the tower
+        merge: a square of merge x merge patches becomes one row of the model
+        output: width of such a row, the model's hidden size
+        most_rows: maximum rows of one image ("gemma4" only, as all that follow)
+        head_size: size of a head
+        places: rows of the position table, for each axis
+        theta: base of the rotary positions; each axis has half of a head
+        clips: the inputs and outputs of linears are clamped
+        shifts: rows are shifted and scaled before the projector
+        both_ways: in sliding-window layers, the rows of an image see each other in both directions
     """
 
     kind: Literal["gemma3", "idefics3", "gemma4"]
@@ -77,33 +74,35 @@ class TowerConfig:
 
     def __post_init__(self) -> None:
         if not self.head_size and self.hidden % self.heads:
-            raise UnsupportedModelError(f"the tower's {self.heads} heads cannot share {self.hidden} numbers evenly")
+            raise UnsupportedModelError(
+                f"the tower's hidden size {self.hidden} is no multiple of its {self.heads} heads"
+            )
         if self.kind == "gemma4":
             return
         if self.side < 1 or self.side // self.merge < 1:
             raise UnsupportedModelError(
-                f"a tile of {self.image_size} pixels has {self.side} patches of {self.patch_size} a side, which do not "
-                f"make a square of {self.merge} patches a side"
+                f"a tile of {self.image_size} pixels has {self.side} patches of {self.patch_size} pixels along a side, "
+                f"too few for a square of {self.merge} x {self.merge} patches"
             )
 
     @property
     def side(self) -> int:
-        """Returns how many patches lie along one side of a tile."""
+        """Return the number of patches along one side of a tile."""
         return self.image_size // self.patch_size
 
     @property
     def patches(self) -> int:
-        """Returns how many patches a tile has, or at most has."""
+        """Return the number of patches of a tile, or the maximum if tiles differ in size."""
         return self.side**2 if self.image_size else self.most_rows * self.merge**2
 
     @property
     def rows(self) -> int:
-        """Returns how many rows of the model one tile becomes, or at most becomes."""
+        """Return the number of the model's rows per tile, or the maximum if tiles differ in size."""
         return (self.side // self.merge) ** 2 if self.image_size else self.most_rows
 
     @property
     def span(self) -> bool:
-        """Returns whether the rows of one tile see each other in both directions, so that they are one span."""
+        """Return whether the rows of a tile see each other in both directions, and so form one span."""
         return self.kind == "gemma3" or self.both_ways
 
     @property
@@ -112,42 +111,45 @@ class TowerConfig:
 
     @property
     def q_size(self) -> int:
-        """Returns how many numbers the queries of a patch are, and the keys, and the values."""
+        """Return the size of a patch's queries in all heads. Keys and values have the same size."""
         return self.heads * self.head_dim
 
     @property
     def patch_inputs(self) -> int:
-        """Returns how many numbers a patch has: those of three colours."""
+        """Return the number of values of a patch, in three colours."""
         return 3 * self.patch_size**2
 
     @property
     def merged(self) -> int:
-        """Returns how many numbers the projector reads for a row."""
+        """Return the number of values that the projector reads for one row."""
         return self.hidden * self.merge**2 if self.kind == "idefics3" else self.hidden
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Returns how many patches a tile of this size has from top to bottom, and across. Raises ValueError for a size
-        that tiles do not have."""
+        """Return a tile's patches (from top to bottom, from left to right). Raise ValueError for a wrong size."""
         size, square = self.image_size, self.merge * self.patch_size
         if size and (height, width) != (size, size):
             raise ValueError(f"tiles are {height} x {width} pixels; they must be {size} x {size}")
         down, across = height // self.patch_size, width // self.patch_size
         if not size and (height % square or width % square or not 0 < down * across <= self.patches):
             raise ValueError(
-                f"a tile is {height} x {width} pixels; it must be {square} x {square} times at most {self.rows}"
+                f"a tile is {height} x {width} pixels; its sides must be multiples of {square} pixels, and it may "
+                f"become at most {self.rows} rows"
             )
         return down, across
 
     def tiles_of(self, rows: int) -> tuple[int, int]:
-        """Returns how many tiles an image of so many rows of the model has, and how many patches each has."""
+        """Return (tiles, patches per tile) of an image with this number of rows in the model."""
         return (rows // self.rows, self.patches) if self.image_size else (1, rows * self.merge**2)
 
     def pieces(self, tiles: int, patches: int | None = None) -> np.ndarray:
-        """Returns the floating-point operations of each piece of work that so many tiles make in one layer, in order,
-        float64 [pieces]. patches: of each tile; None: of tiles that are all of one size
+        """Return the floating-point operations of each piece of one layer's work, in order, float64 [pieces].
 
-        A layer has two stages, and all rows go through the first before any goes through the second: queries, keys and
-        values; attention, and all that follows. A piece is PIECE_ROWS rows in one stage, or what is left of them.
+        A layer has two stages: queries, keys and values; then attention and the rest. All rows finish the first stage
+        before any row starts the second. A piece is at most PIECE_ROWS rows in one stage.
+
+        Args:
+            tiles: number of tiles
+            patches: patches per tile; None for tiles of one fixed size
         """
         patches = self.patches if patches is None else patches
         rows, h, q, linears = tiles * patches, self.hidden, self.q_size, 3 if self.kind == "gemma4" else 2
@@ -156,7 +158,7 @@ class TowerConfig:
         return np.concatenate((sizes * (6 * h * q), sizes * behind))
 
 
-# transformers' defaults for what a vision_config leaves out, by a tower's kind.
+# transformers' defaults for keys that a vision_config lacks, by the tower's kind.
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"patch_size": 16, "hidden_size": 768, "num_attention_heads": 12},
     "idefics3": {"patch_size": 32, "hidden_size": 1152, "num_attention_heads": 16},
@@ -164,9 +166,9 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 
 
 def tower_config(kind: Literal["gemma3", "idefics3"], hf: Settings, output: int) -> TowerConfig:
-    """Returns the tower of a model's config. output: the text model's hidden size.
+    """Return the tower of a model's config. Raise UnsupportedModelError for unsupported settings.
 
-    Raises UnsupportedModelError for settings that do not work.
+    output: the text model's hidden size
     """
     vision, default = hf.settings("vision_config"), DEFAULTS[kind]
     for key, value in FIXED.items():
@@ -181,13 +183,13 @@ def tower_config(kind: Literal["gemma3", "idefics3"], hf: Settings, output: int)
         rows = hf.size("mm_tokens_per_image", 256)
         across = int(rows**0.5)
         if across**2 != rows or across > side or side // (side // across) != across:
-            squares = f"{side} x {side} patches cannot be averaged to as many squares"
+            squares = f"{side} x {side} patches cannot be averaged into this number of equal squares"
             raise CheckpointError(f"{hf.file}: mm_tokens_per_image is {rows}; {squares}")
         merge = side // across
     else:
         merge = hf.size("scale_factor", 2)
         if side % merge:
-            raise CheckpointError(f"{hf.file}: scale_factor is {merge}; it must divide the {side} patches of a side")
+            raise CheckpointError(f"{hf.file}: scale_factor is {merge}; it must divide the {side} patches along a side")
     eps = float(vision.number("layer_norm_eps", 1e-6, zero=True))
     return TowerConfig(
         kind=kind,
@@ -205,9 +207,9 @@ def tower_config(kind: Literal["gemma3", "idefics3"], hf: Settings, output: int)
 
 
 def gemma4_tower(hf: Settings, output: int, *, both_ways: bool) -> TowerConfig:
-    """Returns the tower of Gemma 4's config. output, both_ways: as of TowerConfig
+    """Return the tower of Gemma 4's config. Raise UnsupportedModelError for unsupported settings.
 
-    Raises UnsupportedModelError for settings that do not work.
+    Arguments are as in TowerConfig.
     """
     vision = hf.settings("vision_config")
     heads, rope = vision.size("num_attention_heads", 12), vision.settings("rope_parameters")
@@ -222,7 +224,7 @@ def gemma4_tower(hf: Settings, output: int, *, both_ways: bool) -> TowerConfig:
     head_size = vision.size("head_dim", 64)
     if head_size % 4:
         raise vision.wrong("head_dim", "a multiple of 4")
-    # Its name is that of the files: transformers reads how many rows there are from the settings of images alone.
+    # The key of the checkpoints. transformers ignores it, and reads the number of rows from the image processor's file.
     most, merge = hf.size("vision_soft_tokens_per_image", 280), vision.size("pooling_kernel_size", 3)
     places = vision.size("position_embedding_size", 10 * 1024)
     if places < most * merge:
@@ -251,34 +253,34 @@ def gemma4_tower(hf: Settings, output: int, *, both_ways: bool) -> TowerConfig:
 
 
 def _square(vision: Settings, key: str, default: int) -> int:
-    """Returns a size of the tower, which may be written as a list of two equal ones."""
+    """Return a size of the tower. It may be stored as a list of two equal numbers."""
     value = vision.get(key)
     if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
         return (vision | {key: value[0]}).size(key, default)
     return vision.size(key, default)
 
 
-# By TowerConfig.kind: the architectures of the whole model and of its text model.
+# By TowerConfig.kind: (architecture of the whole model, architecture of its text model).
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     "idefics3": ("Idefics3ForConditionalGeneration", "LlamaForCausalLM"),
     "gemma4": ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
 }
-# What GGUF files call the projector of each kind.
+# Kinds of projectors by their names in GGUF files.
 PROJECTORS: Mapping[str, str] = {"gemma3": "gemma3", "idefics3": "idefics3", "gemma4v": "gemma4"}
-# The `merge` of Gemma 3 and of Gemma 4, where the file does not say.
+# Defaults of `merge` for GGUF files that lack it.
 GEMMA3_MERGE, GEMMA4_MERGE = 4, 3
 
 
 def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
-    """Returns the config.json keys of a model of text and images. config: those of its text model.
+    """Return the config.json keys of a model with text and images, from its text model's config and a tower's file.
 
-    Raises UnsupportedModelError for a tower that prefold does not know, and CheckpointError for one of another model.
+    Raise UnsupportedModelError for an unknown kind of tower, and CheckpointError for another model's tower.
     """
     kind = _kind(tower)
     architecture, text = ARCHITECTURES[kind]
     if config.get("architectures") != [text]:
-        raise CheckpointError(f"{tower.path} is the tower of a {kind} model; {config.file} is no {text}")
+        raise CheckpointError(f"{tower.path} is the tower of a {kind} model, but {config.file} is not a {text}")
     read = Settings(tower.metadata, str(tower.path))
     prefix = "clip.vision."
     for key in ("clip.use_silu", "clip.has_audio_encoder"):
@@ -287,7 +289,9 @@ def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
     hidden = config.size("hidden_size")
     output = read.size(prefix + "projection_dim", hidden)
     if output != hidden:
-        raise CheckpointError(f"{tower.path} makes rows of {output} numbers; {config.file} has a width of {hidden}")
+        raise CheckpointError(
+            f"{tower.path} makes rows of {output} values; {config.file} has a hidden size of {hidden}"
+        )
     image_size, patch_size = read.size(prefix + "image_size"), read.size(prefix + "patch_size")
     if kind == "gemma4":
         return _gemma4_keys(config, tower, read, prefix)
@@ -317,11 +321,11 @@ def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
 
 
 def _gemma4_keys(config: Settings, tower: GGUFFile, read: Settings, prefix: str) -> Settings:
-    """Returns what `config_with_tower` does, of Gemma 4. A tower for sound in the same file is left out."""
+    """Return the keys of `config_with_tower` for Gemma 4. An audio tower in the same file is ignored."""
     hidden, heads = read.size(prefix + "embedding_length"), read.size(prefix + "attention.head_count")
     table = tower.tensors.get("v.position_embd.weight")
     if table is None or len(table.shape) != 3:
-        raise CheckpointError(f"{tower.path} has no tensor v.position_embd.weight of two axes")
+        raise CheckpointError(f"{tower.path} has no tensor v.position_embd.weight with positions of two axes")
     vision = {
         "patch_size": read.size(prefix + "patch_size"),
         "hidden_size": hidden,
@@ -336,7 +340,8 @@ def _gemma4_keys(config: Settings, tower: GGUFFile, read: Settings, prefix: str)
         "use_clipped_linears": "v.blk.0.attn_q.input_max" in tower.tensors,
         "standardize": "v.std_bias" in tower.tensors,
     }
-    # No file says so: images of the models without embeddings of layers see themselves both ways (26B-A4B, 31B).
+    # GGUF files lack this setting. Images see themselves in both directions in the models without per-layer embeddings
+    # (26B-A4B, 31B).
     both_ways = {} if config.get("hidden_size_per_layer_input") else {"use_bidirectional_attention": "vision"}
     keys = {
         "architectures": [ARCHITECTURES["gemma4"][0]],
@@ -350,7 +355,7 @@ def _gemma4_keys(config: Settings, tower: GGUFFile, read: Settings, prefix: str)
 
 
 def tower_settings(tower: GGUFFile) -> Settings:
-    """Returns the settings of the image processor that a tower's GGUF file has."""
+    """Return the image processor's settings in a tower's GGUF file."""
     read = Settings(tower.metadata, str(tower.path))
     if _kind(tower) == "gemma4":
         merge = read.size("clip.vision.projector.scale_factor", GEMMA4_MERGE)
@@ -363,8 +368,7 @@ def tower_settings(tower: GGUFFile) -> Settings:
 
 
 def tile_settings(kind: str, size: int, longest: int) -> dict[str, Any]:
-    """Returns the settings of an image processor that make tiles of this size. longest: the longest side of an image
-    that is cut"""
+    """Return the image processor's settings for tiles of this size. longest: longest side of an image before cutting"""
     if kind == "gemma4":
         return {}
     if kind == "gemma3":
@@ -373,17 +377,17 @@ def tile_settings(kind: str, size: int, longest: int) -> dict[str, Any]:
 
 
 def _kind(tower: GGUFFile) -> str:
-    """Returns the type of the tower's projector. Raises UnsupportedModelError for one that is not known."""
+    """Return the kind of the tower's projector. Raise UnsupportedModelError for an unknown one."""
     metadata = tower.metadata
     kind = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
     if kind not in PROJECTORS:
         supported = ", ".join(PROJECTORS)
-        raise UnsupportedModelError(f"{tower.path}: the projector {kind!r} is not supported; these are: {supported}")
+        raise UnsupportedModelError(f"{tower.path}: the projector {kind!r} is not supported; supported are {supported}")
     return PROJECTORS[str(kind)]
 
 
 def _intermediate(tower: GGUFFile) -> int:
-    """Returns the width of the MLP, from its first bias: the metadata of some files says 0."""
+    """Return the MLP's width from its first bias, because the metadata of some files says 0."""
     biases = [tower.tensors.get(f"v.blk.0.{name}.bias") for name in ("ffn_up", "ffn_down")]
     sizes = [bias.shape[0] for bias in biases if bias is not None and len(bias.shape) == 1]
     if not sizes:

@@ -1,8 +1,7 @@
-"""Decodes image files in a subprocess, so that a file that breaks a decoder breaks that process alone.
+"""Decode image files in a subprocess, so that a file that crashes a decoder crashes only that process.
 
-The subprocess runs `main` of this module. A request to it is a file; its answer is an object and the pixels, or an
-object with an error (`subprocesses.py`). Only Pillow's decoders of four formats read a file, within limits on pixels
-and memory.
+The subprocess runs `main` of this module. A request is a file; the answer is an object and the pixels, or an object
+with an error (`subprocesses.py`). Only Pillow's decoders of four formats run, within limits on pixels and memory.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from ...errors import InputError, MissingExtraError
 from ...text.media import Pixels
 from ...text.subprocesses import Subprocess, SubprocessEnded, answer_all, limit_process
 
-# Modes of Pillow with more than 8 bits a channel. Pillow turns all values above 255 into white in RGB.
+# Pillow's modes with more than 8 bits per channel. In RGB, Pillow turns all values above 255 into white.
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
-# The EXIF tag of how the picture is to be turned, and its value for "not at all".
+# The EXIF tag of the picture's orientation, and its value for "upright".
 ORIENTATION, UPRIGHT = 0x0112, 1
 
 
 @dataclass(frozen=True, eq=False)
 class Image(Pixels):
-    """An Image is pixels, uint8 [height, width, 3]: red, green and blue. Two images with equal pixels are equal."""
+    """Pixels, uint8 [height, width, 3] in the order red, green, blue. Images with equal pixels are equal."""
 
     pixels: np.ndarray
 
@@ -50,7 +49,7 @@ class Image(Pixels):
 
     @cached_property
     def digest(self) -> bytes:
-        """Returns a digest of the size and the pixels, 16 bytes."""
+        """Return a digest of the size and the pixels, 16 bytes."""
         digest = hashlib.blake2b(f"{self.height} {self.width} ".encode(), digest_size=16)
         digest.update(np.ascontiguousarray(self.pixels))
         return digest.digest()
@@ -62,11 +61,11 @@ class Image(Pixels):
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"Image({self.width} x {self.height})"  # never the pixels: representations are logged
+        return f"Image({self.width} x {self.height})"  # never the pixels, because representations are logged
 
 
 def pillow() -> ModuleType:
-    """Returns the module PIL.Image. Raises MissingExtraError where Pillow is not installed."""
+    """Return the module PIL.Image. Raise MissingExtraError if Pillow is not installed."""
     try:
         import PIL.Image
     except ImportError as error:
@@ -75,14 +74,17 @@ def pillow() -> ModuleType:
 
 
 def image_of(picture: Any, field: str = "image") -> Image:
-    """Returns a Pillow image as an Image, as transformers' image processors see it: turned as its EXIF tag says, in
-    RGB, on white where it is transparent. field: its name in errors. Raises InputError for more than 8 bits a channel,
-    and for files that Pillow cannot read to their end."""
+    """Return a Pillow image as transformers' image processors see it: upright, RGB, transparent parts on white.
+
+    Raise InputError for more than 8 bits per channel, and for files that Pillow cannot read to the end.
+
+    field: its name in errors
+    """
     try:
         return Image(_pixels_of(picture, field))
     except (InputError, MemoryError):
         raise
-    except Exception as error:  # of many kinds, by what is broken
+    except Exception as error:  # Pillow raises many types for damaged files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(
             f"{field!r} is a damaged {picture.format or 'picture'}: {reason}",
@@ -93,12 +95,12 @@ def image_of(picture: Any, field: str = "image") -> Image:
 
 
 def _pixels_of(picture: Any, field: str) -> np.ndarray:
-    """Returns the pixels of a Pillow image, uint8 [height, width, 3]."""
+    """Return the pixels of a Pillow image, uint8 [height, width, 3]."""
     library = pillow()
     if picture.mode in DEEP_MODES:
         raise InputError(
-            f"{field!r} has more than 8 bits a channel (Pillow's mode {picture.mode}), of which only the darkest 256 "
-            "values would be told apart",
+            f"{field!r} has more than 8 bits a channel (Pillow's mode {picture.mode}), and all values above 255 would "
+            "become white",
             field=field,
             remedy="save it with 8 bits a channel",
             code="image_depth",
@@ -116,31 +118,25 @@ def _pixels_of(picture: Any, field: str) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits bound what one image file may cost.
-
-    file_bytes  of the file
-    pixels      height times width, which is read before anything is decoded
-    seconds     that decoding may take
-    memory      bytes that the decoding process may have
-    """
+    """Limits on one image file and its decoding."""
 
     file_bytes: int = 20_000_000
-    pixels: int = 64_000_000
-    seconds: float = 10.0
-    memory: int = 2 << 30
+    pixels: int = 64_000_000  # height times width, checked before anything is decoded
+    seconds: float = 10.0  # decoding time
+    memory: int = 2 << 30  # bytes of the decoding process
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    """A DecodedImage is the image of a file. animated: whether the file has more frames, of which this is the first"""
+    """The image of a file."""
 
     image: Image
-    animated: bool
+    animated: bool  # the file has more frames; this is the first
 
 
 @dataclass(slots=True)
 class DecodeBudget:
-    """A DecodeBudget is the decoding time of all files of one item together; waiting for the decoder does not count."""
+    """The decoding time for all files of one item together. Waiting for the decoder does not count."""
 
     seconds: float
     seconds_left: float = field(init=False)
@@ -150,8 +146,10 @@ class DecodeBudget:
 
 
 class Decoder:
-    """A Decoder decodes files of JPEG, PNG, WebP and GIF, one at a time; calls from several threads wait for each
-    other. Its process starts with the first file, and again where a file has ended it."""
+    """Decodes JPEG, PNG, WebP and GIF files, one at a time. Any thread may call it and waits for its turn.
+
+    The subprocess starts with the first file, and again after a file has ended it.
+    """
 
     def __init__(self, limits: Limits | None = None):
         self.limits = limits or Limits()
@@ -159,10 +157,14 @@ class Decoder:
         self.helper = Subprocess("prefold.features.images.decode", [str(self.limits.pixels), str(self.limits.memory)])
 
     def decode(self, data: bytes, field: str = "image", budget: DecodeBudget | None = None) -> DecodedImage:
-        """Returns the image of a file. field: its name in errors; budget: that of the file's item.
+        """Return the image of a file.
 
-        Raises InputError for a file that is too large, of another kind, damaged, or that a decoder fails on, and when
-        the budget is used up; MissingExtraError where Pillow is not installed.
+        Raise InputError if the file is too large, of another format, damaged or ends the decoder, and if the budget is
+        used up. Raise MissingExtraError if Pillow is not installed.
+
+        Args:
+            field: its name in errors
+            budget: shared by all files of one item
         """
         pillow()
         limits = self.limits
@@ -174,7 +176,7 @@ class Decoder:
                 "image_too_large",
             )
         with self._lock:
-            others = budget is not None and budget.seconds_left < limits.seconds  # have taken some of it
+            others = budget is not None and budget.seconds_left < limits.seconds  # earlier files used a part of it
             try:
                 answer, pixels = self._ask(data, budget)
             except SubprocessEnded:
@@ -189,7 +191,7 @@ class Decoder:
         return DecodedImage(Image(np.frombuffer(pixels, np.uint8).reshape(shape)), answer["animated"])
 
     def close(self) -> None:
-        """Ends the process; the next file starts another."""
+        """End the subprocess. The next file starts another."""
         with self._lock:
             self.helper.end()
 
@@ -200,9 +202,9 @@ class Decoder:
         self.close()
 
     def _ask(self, data: bytes, budget: DecodeBudget | None) -> tuple[dict[str, Any], bytearray]:
-        """Returns the answer of the subprocess to a file."""
+        """Return the subprocess's answer to a file."""
         seconds = self.limits.seconds if budget is None else min(self.limits.seconds, budget.seconds_left)
-        if seconds <= 0:  # or a quick answer would still count
+        if seconds <= 0:  # else a fast answer would still be accepted
             raise SubprocessEnded
         self.helper.start()
         began = time.monotonic()
@@ -218,7 +220,7 @@ def _error(field: str, problem: str, remedy: str, code: str) -> InputError:
 
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-# What files of other kinds begin with.
+# First bytes of files of other formats.
 OTHERS = (
     (b"BM", "a BMP"), (b"II*\x00", "a TIFF"), (b"MM\x00*", "a TIFF"), (b"%PDF", "a PDF"), (b"8BPS", "a PSD"),
     (b"\x00\x00\x01\x00", "an ICO"), (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000"), (b"\x1a\x45\xdf\xa3", "a video"),
@@ -227,10 +229,10 @@ OTHERS = (
 
 
 def answer(data: bytes, most_pixels: int) -> tuple[dict[str, Any], bytes]:
-    """Returns ({"height", "width", "animated"}, the pixels) of a file, or ({"error", "remedy", "code"}, no bytes)."""
+    """Return ({"height", "width", "animated"}, the pixels) of a file, or ({"error", "remedy", "code"}, b"")."""
     try:
         picture = pillow().open(io.BytesIO(data), formats=FORMATS)
-    except Exception:  # of many kinds, by what is broken
+    except Exception:  # Pillow raises many types for damaged files
         return _refused(f"is {_kind(data)}", "give a JPEG, PNG, WebP or GIF", "image_format")
     width, height = picture.size
     if width * height > most_pixels:
@@ -249,7 +251,7 @@ def _refused(error: str, remedy: str, code: str) -> tuple[dict[str, Any], bytes]
 
 
 def _kind(data: bytes) -> str:
-    """Returns the kind of a file that no decoder takes, judged by its first bytes."""
+    """Return the format of a file that no decoder accepts, by its first bytes."""
     start = data[:1024].lstrip()
     if not data:
         return "empty"
@@ -260,23 +262,22 @@ def _kind(data: bytes) -> str:
     if start[:1] == b"<":
         return "HTML"
     kind = next((name for first, name in OTHERS if data.startswith(first)), None)
-    return kind or "no image, or one whose beginning is damaged"
+    return kind or "not an image, or its beginning is damaged"
 
 
 def _animated(picture: Any) -> bool:
-    """Returns whether a picture has more than one frame. The second picture that some phones append to a JPEG is
-    none."""
+    """Return whether a picture has more than one frame. A second picture that some phones append to a JPEG is none."""
     try:
         return picture.format in ("GIF", "WEBP", "PNG") and bool(getattr(picture, "is_animated", False))
-    except Exception:  # the second frame is damaged; there is one
+    except Exception:  # the second frame is damaged, so there is one
         return True
 
 
 def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
-    """Answers requests until `source` ends. argv: the most pixels of an image, and bytes of memory."""
+    """Answer requests until `source` ends. argv: maximum pixels of an image, maximum bytes of memory"""
     most_pixels, memory = map(int, argv)
     library = pillow()
-    library.MAX_IMAGE_PIXELS = None  # the limit here is checked before anything is decoded
+    library.MAX_IMAGE_PIXELS = None  # `answer` checks the pixels before anything is decoded
     library.init()
     warnings.simplefilter("ignore")
     limit_process(memory)

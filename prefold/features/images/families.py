@@ -1,4 +1,4 @@
-"""The families of models that see images: a text model, and the tower beside it, both as data. No torch."""
+"""The families of models with images: a text model and its tower, both as data. No torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .gemma4 import MERGED, PATCHES, gemma4_program
 
 @dataclass(frozen=True, kw_only=True)
 class SeeingConfig(ModelConfig):
-    """A SeeingConfig is the ModelConfig of a text model that has a tower beside it, which makes rows of images."""
+    """The config of a text model with a tower, which computes rows of images."""
 
     tower: TowerConfig
 
     @classmethod
     def of(cls, text: ModelConfig, tower: TowerConfig) -> SeeingConfig:
-        """Returns the config of a text model and its tower."""
+        """Return the config of a text model with this tower."""
         return cls(**_fields(text), tower=tower)
 
     @property
@@ -43,7 +43,7 @@ class SeeingConfig(ModelConfig):
 
     @property
     def resident(self) -> str:
-        return "the model takes images, whose tower stays in memory (--no-tower: text alone)"
+        return "the model takes images, and its tower stays in memory (--no-tower: text alone)"
 
     @property
     def span_rows(self) -> int:
@@ -54,7 +54,7 @@ class SeeingConfig(ModelConfig):
 
 
 def tower_of(config: ModelConfig) -> TowerConfig | None:
-    """Returns the tower of a model; None: it takes text alone."""
+    """Return the tower of a model, or None if the model takes text alone."""
     return config.tower if isinstance(config, SeeingConfig) else None
 
 
@@ -63,14 +63,13 @@ def _fields(config: ModelConfig) -> dict[str, object]:
 
 
 PROJECTOR_NORM = "mm_soft_emb_norm.weight"
-# By TowerConfig.kind. The matrix of Gemma 3 is stored as [inputs, outputs], in folders and in GGUF files.
+# By TowerConfig.kind. Gemma 3 stores this matrix as [inputs, outputs], in folders and in GGUF files.
 PROJECTION = {"gemma3": "mm_input_projection_weight", "idefics3": "modality_projection.proj.weight"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerModel(ModelConfig):
-    """A TowerModel is the ModelConfig of a tower. A row is a patch of a tile, and its token is its place in the
-    tile."""
+    """The config of a tower as a model. A row is a patch of a tile, and its token is the patch's place in the tile."""
 
     tower: TowerConfig
 
@@ -79,7 +78,7 @@ class TowerModel(ModelConfig):
 
 
 def tower_model(tower: TowerConfig) -> TowerModel:
-    """Return a tower as a model whose program executors run."""
+    """Return a tower as a model with a program that an executor can run."""
     if tower.kind == "gemma4":
         return TowerModel(
             tower=tower, vocab_size=2 * tower.places, hidden=tower.hidden, layers=tower.layers, heads=tower.heads,
@@ -98,9 +97,9 @@ def tower_model(tower: TowerConfig) -> TowerModel:
 def tower_program(model: TowerModel) -> Program:
     """Return the program of a tower.
 
-    Attention lets the patches of a tile see each other. The end begins with a norm, which fills H. Then squares of
-    patches are put together, which is no operation: it fills MERGED, with a row for each square. The operations that
-    follow are those of the projector, over these rows.
+    In attention, the patches of a tile see each other. `end` starts with a norm, which fills H. The executor of towers
+    then merges squares of patches, which is not an operation: it fills MERGED with one row per square. The other
+    operations of `end` are the projector and run over these rows.
     """
     tower, hidden = model.tower, model.hidden
     patch = Weight((("embeddings.patch_embedding.weight", hidden),), (tower.patch_inputs,))
@@ -109,7 +108,7 @@ def tower_program(model: TowerModel) -> Program:
     layers = [_tower_layer(model, number) for number in range(model.layers)]
     projector: list[Operation] = []
     if tower.kind == "gemma3":
-        # It is stored less one, and wide, because adding 1 in a shorter type would lose the last bits.
+        # The weight is stored minus one. It is wide, because adding 1 in a shorter dtype would lose its last bits.
         weight = Weight(((PROJECTOR_NORM, hidden),), offset=1.0, wide=True)
         projector.append(Norm(MERGED, MERGED, weight, tower.projector_eps))
     projector.append(Linear(MERGED, OUT, Weight(((PROJECTION[tower.kind], tower.output),), (tower.merged,))))
@@ -140,7 +139,7 @@ def _tower_layer(model: TowerModel, number: int) -> tuple[Operation, ...]:
     return tuple(builder.operations)
 
 
-# What a config leaves out of its text_config is as in transformers.
+# transformers' defaults for keys that a text_config lacks.
 GEMMA3_TEXT: Mapping[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -160,9 +159,9 @@ LLAMA_TEXT: Mapping[str, Any] = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
 }
-# Architectures that are refused with the reason, in place of the list of those that work.
+# Architectures that are refused with a reason, instead of the list of supported ones.
 _THREE_POSITIONS = (
-    "a row of its images has three positions (time, height and width), none of which is its depth in the prompt; "
+    "a row of its images has three positions (time, height and width), and none of them is its depth in the prompt; "
     "use Gemma 3, Gemma 4, Idefics3 or SmolVLM for images"
 )
 REFUSED: Mapping[str, str] = {
@@ -172,7 +171,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def gemma3_images(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Gemma 3 with its tower (4B and larger)."""
+    """Return the config of Gemma 3 with its tower (4B and larger)."""
     hf = Settings.of(hf)
     text = gemma3(GEMMA3_TEXT | hf.settings("text_config"))
     tied = hf.flag("tie_word_embeddings", True)
@@ -190,18 +189,18 @@ def gemma4_images(hf: HFConfig) -> ModelConfig:
     tower = gemma4_tower(hf, text.hidden, both_ways=both_ways)
     nearest = min((plane.window for plane in text.planes if plane.window is not None), default=tower.rows)
     if both_ways and tower.rows > nearest:
-        # Beyond the window transformers hides rows of an image from its own rows.
+        # Beyond the window, transformers hides rows of an image from other rows of the same image.
         raise UnsupportedModelError(
             f"{hf.file}: images have up to {tower.rows} rows (vision_soft_tokens_per_image), which do not fit into the "
             f"sliding_window of {nearest}"
         )
     if not 0 <= text.media_token < text.vocab_size:
-        raise UnsupportedModelError(f"{hf.file}: text_config.pad_token_id is {text.media_token}, which is no token")
+        raise UnsupportedModelError(f"{hf.file}: text_config.pad_token_id is {text.media_token}, which is not a token")
     return SeeingConfig.of(replace(text, dtype=_dtype(hf, text)), tower)
 
 
 def idefics3_images(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Idefics3 and SmolVLM: Llama with a tower."""
+    """Return the config of Idefics3 and SmolVLM: Llama with a tower."""
     hf = Settings.of(hf)
     settings = hf.settings("text_config")
     if settings.text("model_type", "llama") != "llama":
@@ -215,11 +214,11 @@ def idefics3_images(hf: HFConfig) -> ModelConfig:
 
 
 def _seeing(hf: Settings, text: ModelConfig, tower: TowerConfig) -> SeeingConfig:
-    """Returns the config of a text model beside a tower. hf: the whole model's"""
+    """Return the config of a text model with a tower. hf: the whole model's config"""
     names = replace(text.names, before=TEXT, other_names=TOWER)
     return SeeingConfig.of(replace(text, names=names, dtype=_dtype(hf, text)), tower)
 
 
 def _dtype(hf: Settings, text: ModelConfig) -> str | None:
-    """Returns the dtype that a checkpoint was saved in, which the whole model's config may say."""
+    """Return the dtype of the checkpoint, which the whole model's config may name."""
     return hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype

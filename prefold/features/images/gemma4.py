@@ -1,7 +1,8 @@
 """The tower of Gemma 4 as a program. No torch.
 
-A row is a patch of one image. It begins with its numbers and an embedding for each of its two places; the executor of
-towers turns queries and keys by these places, and puts squares of patches together (`tower.py`).
+A row is a patch of one image. Its residual stream starts as a projection of the pixels plus one embedding for each of
+its two coordinates. The executor of towers (`tower.py`) rotates queries and keys by the coordinates and merges squares
+of patches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ...model.program import (
 )
 from .config import TowerConfig
 
-# What a linear reads and gives within its bounds, the gate of the MLP, the numbers of a patch and of a square of them.
+# Buffers: a linear's clamped input, its output before clamping, the MLP's gate, the values of a patch, and of a square.
 BOUNDED, PART, GATES, PATCHES, MERGED = "bounded", "part", "gates", "patches", "merged"
 POSITIONS = "patch_embedder.position_embedding_table"
 PATCH = "patch_embedder.input_proj.weight"
@@ -89,10 +90,10 @@ def _layer(model: ModelConfig, tower: TowerConfig, number: int) -> tuple[Operati
 
 
 class _Builder(LayerBuilder):
-    """A LayerBuilder of layers whose linears may keep what they read and give within bounds."""
+    """A LayerBuilder for linears with optional clamps of inputs and outputs."""
 
     def product(self, tower: TowerConfig, name: str, source: Buffer, out: Buffer, inputs: int, outputs: int) -> None:
-        """Add a linear, with its bounds if the tower has them."""
+        """Add a linear, with its clamps if the tower has them."""
         if not tower.clips:
             self.linear("", [(f"{name}.linear", outputs)], source, out, inputs)
             return
@@ -100,14 +101,18 @@ class _Builder(LayerBuilder):
         self.add(self.bounds(name, "output", out, out, outputs))
 
     def bounded(self, name: str, source: Buffer, out: Buffer, inputs: int, outputs: int) -> None:
-        """Add a linear of what `source` has within the linear's bounds."""
-        # Each width has a buffer of its own.
+        """Add a linear after the clamp of its input."""
+        # One buffer per width.
         bounded = f"{BOUNDED}:{inputs}"
         self.add(self.bounds(name, "input", source, bounded, inputs))
         self.linear("", [(f"{name}.linear", outputs)], bounded, out, inputs)
 
     def bounds(self, name: str, what: str, source: Buffer, out: Buffer, size: int, at: int | None = None) -> Clamp:
-        """Return what keeps numbers within the bounds of a linear. what: "input" or "output"; at: where in a row of
-        `out`, which has more numbers; None: they are the row"""
+        """Return the clamp of a linear's input or output.
+
+        Args:
+            what: "input" or "output"
+            at: first column in the wider rows of `out`; None: the clamped values fill the row
+        """
         low, high = (Weight(((f"{self.prefix}{name}.{what}_{end}", 1),), wide=True) for end in ("min", "max"))
         return Clamp(source, out, low, high, size, at or 0, at is not None)

@@ -1,4 +1,4 @@
-"""Reads the images of items, and puts their rows into prompts."""
+"""Read the images of items and put their rows into prompts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ FILES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ImageSummary:
-    """An ImageSummary describes an image without its pixels: their digest, its size, and whether it is the first frame
-    of several."""
+    """An image without its pixels."""
 
     height: int
     width: int
-    digest: bytes
-    animated: bool
+    digest: bytes  # of its pixels
+    animated: bool  # it is the first of several frames
 
     @classmethod
     def of(cls, image: Image, animated: bool = False) -> ImageSummary:
@@ -50,7 +49,7 @@ class ImageSummary:
 
 
 class LRUCache(Generic[T]):
-    """An LRUCache is a least-recently-used cache, whose values' sizes sum to `most` at most. Any thread may use it."""
+    """A least-recently-used cache of values with at most the total size `most`. Any thread may use it."""
 
     def __init__(self, most: int, size: Callable[[T], int] = lambda value: 1):
         self._most, self._size, self._used = most, size, 0
@@ -58,14 +57,14 @@ class LRUCache(Generic[T]):
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> T | None:
-        """Returns the value with this key, or None."""
+        """Return the value of this key, or None."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
     def put(self, key: bytes, value: T) -> None:
-        """Stores a value, and evicts the values that were used longest ago where room is short."""
+        """Store a value, and evict the least recently used values if the cache is full."""
         with self._lock:
             self._forget(key)
             if (size := self._size(value)) <= self._most:
@@ -75,7 +74,7 @@ class LRUCache(Generic[T]):
                     self._forget(next(iter(self._values)))
 
     def take(self, key: bytes) -> T | None:
-        """Removes the value with this key and returns it, or None."""
+        """Remove the value of this key and return it, or None."""
         with self._lock:
             return self._forget(key)
 
@@ -86,19 +85,20 @@ class LRUCache(Generic[T]):
 
 
 def image_cache(memory: int = MEMORY) -> LRUCache[Image]:
-    """Returns a cache of the images that were decoded last, by the digests of their pixels. memory: bytes of pixels"""
+    """Return a cache of recently decoded images, by digests of their pixels. memory: bytes of pixels"""
     return LRUCache(memory, lambda image: image.pixels.nbytes)
 
 
 @dataclass(eq=False)
 class ImageLoader:
-    """An ImageLoader reads an image again when a tower needs its tiles.
+    """Reads an image again when the tower needs its tiles.
 
-    value   the content of its file, the place of that content, or its pixels
-    digest  of its pixels; reading it again must give the same
-    tiles   how many it has
-    rows    how many rows each becomes
-    recent  the images that were decoded last
+    Attributes:
+        value: the content of its file, a place to read it from, or its pixels
+        digest: of its pixels; reading it again must return the same pixels
+        tiles: number of tiles
+        rows: rows per tile
+        recent: cache of recently decoded images
     """
 
     processor: Processor
@@ -110,30 +110,34 @@ class ImageLoader:
     recent: LRUCache[Image]
 
     def image(self) -> Image:
-        """Returns the image. Raises InputError if it has changed, or cannot be read any more."""
+        """Return the image. Raise InputError if it has changed or cannot be read any more."""
         image = self.recent.take(self.digest)
         if image is None:
             image = self.reader.read(self.value.read() if isinstance(self.value, Blob) else self.value).image
         if image.digest != self.digest:
             message = "the image has changed since it was first read"
-            raise InputError(message, field="image", remedy="leave it as it is until the answer is there")
+            raise InputError(message, field="image", remedy="do not change it before the answer arrives")
         return image
 
     def store_in(self, blobs: BlobStore) -> None:
-        """Moves the content of its file into a blob store, if it has one."""
+        """Move the content of its file, if it has one, into a blob store."""
         if isinstance(self.value, bytes):
             self.value = blobs.put(self.value)
 
     def __call__(self) -> np.ndarray:
-        """Returns its tiles, float32 [tiles, 3, height, width]. Raises InputError as `image` does."""
+        """Return its tiles, float32 [tiles, 3, height, width]. Raise InputError as `image` does."""
         return self.processor.tiles(self.image())
 
 
 def image_inputs(
     checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokenizer | None, table: MediaTable | None, **options: Any
 ) -> ImageInputs | None:
-    """Returns the ImageInputs of a checkpoint with this tower; None if it has no tokenizer. table: None for a new one;
-    options: those of `reader_of`"""
+    """Return the ImageInputs of a checkpoint with this tower, or None without a tokenizer.
+
+    Args:
+        table: None for a new one
+        options: as for `reader_of`
+    """
     if tokenizer is None:
         return None
     table = MediaTable() if table is None else table
@@ -142,16 +146,17 @@ def image_inputs(
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """An ImageInputs reads the images of items, and gives them their place in prompts.
+    """Reads the images of items and puts them into prompts.
 
-    table        knows images by the ids of their rows
-    most         images that one item may have
-    recent       the images that were decoded last
-    files        summaries of the files that were decoded last, so that a file which comes again, as in each prompt of a
-                 record or each record of a job, is not decoded again
-    blobs        holds the files of images that came within items
-    seconds      that decoding all images of an item may take; None: each may take what the decoder allows
-    salt_prefix  nothing of these images is shared outside of it, not even where they are read from; "": none
+    Attributes:
+        table: finds images by the ids of their rows
+        most: maximum number of images of one item
+        recent: cache of recently decoded images
+        files: summaries of recently decoded files. A file that occurs again, in a prompt or in a job, is not decoded
+            again
+        blobs: stores the files of images that were part of items
+        seconds: decoding time for all images of an item together; None: each image has the decoder's limit
+        salt_prefix: images are shared only with requests of the same prefix, not even when they are read; "": with all
     """
 
     processor: Processor
@@ -166,28 +171,36 @@ class ImageInputs:
     salt_prefix: str = ""
 
     def with_reader(self, **options: Any) -> ImageInputs:
-        """Returns these inputs with another reader, as of `reader_of`."""
+        """Return these inputs with another reader. Options are as for `reader_of`."""
         return replace(self, reader=reader_of(**options))
 
     def for_clients(self, files: Callable[[str], Path | None] | None = None, salt_prefix: str = "") -> ImageInputs:
-        """Returns these inputs for clients of a server: they cannot read this machine's files by path, nor occupy the
-        decoder for longer with many images than with one. files: returns the path of an uploaded file by its id;
-        salt_prefix: of the clients' requests"""
+        """Return these inputs for clients of a server.
+
+        Clients cannot read this machine's files by path. All images of an item together may use the decoder for as long
+        as one image.
+
+        Args:
+            files: returns the path of an uploaded file by its id
+            salt_prefix: prefix of the salts of the clients' requests
+        """
         reader = replace(self.reader, paths=False, folder=None, files=files)
         return replace(self, reader=reader, seconds=reader.decoder.limits.seconds, salt_prefix=salt_prefix)
 
     def replica_images(self) -> ReplicaImages:
-        """Returns the ReplicaImages for what the driver of a fleet sends to this replica."""
+        """Return a ReplicaImages for the images that the driver of a fleet sends to this replica."""
         return ReplicaImages(self.table, self.processor)
 
     @cached_property
     def escaping(self) -> EscapingEncoder:
-        """Returns an encoder of texts in which image tokens that users write stay plain text."""
+        """Return an encoder that encodes image tokens in users' texts as plain text."""
         return self.tokenizer.escaping_only(self.processor.special)
 
     def read(self, values: Sequence[tuple[Any, str]]) -> list[Picture]:
-        """Returns the images of an item. values: (value, its field) of each. Raises InputError for the first that
-        cannot be read, and for too many."""
+        """Return the images of an item. Raise InputError for too many images or the first unreadable one.
+
+        values: (value, name of its field) of each image
+        """
         if len(values) > self.most:
             field = values[self.most][1]
             message = f"there are {len(values)} images; {self.most} are allowed"
@@ -196,7 +209,7 @@ class ImageInputs:
         return [self._picture(value, field, budget) for value, field in values]
 
     def _picture(self, value: Any, field: str, budget: DecodeBudget | None) -> Picture:
-        # A file's pixels are not kept for long: they take ten times its memory.
+        # A file's pixels are stored only briefly, because they need about ten times its memory.
         source, again = self.reader.source(value, field)
         summary = ImageSummary.of(source) if isinstance(source, Image) else self._summary(source, field, budget)
         layout = self.processor.layout(summary.height, summary.width)
@@ -207,8 +220,8 @@ class ImageInputs:
         )
 
     def _summary(self, data: bytes, field: str, budget: DecodeBudget | None) -> ImageSummary:
-        """Returns the summary of the image in a file, which is decoded unless it was among the last files."""
-        # The prefix is hashed too, or the time that this takes would tell one tenant what another has sent.
+        """Return the summary of the image in a file. Only files that were not seen recently are decoded."""
+        # The prefix is part of the digest. Else decoding times would tell one tenant which files another has sent.
         digest = hashlib.blake2b(f"{self.salt_prefix}\0".encode("utf-8", "surrogatepass"), digest_size=16)
         digest.update(data)
         summary = self.files.get(key := digest.digest())
@@ -226,9 +239,12 @@ class ImageInputs:
         field: str,
         encode: Callable[[str], np.ndarray] | None = None,
     ) -> tuple[np.ndarray, tuple[Medium, ...]]:
-        """Returns the ids of a text, int32 [n], with the rows of an image in place of each placeholder, and the images'
-        media. encode: encodes a text that was escaped in another way than by `escaping`. Raises InputError where there
-        are not as many placeholders as images."""
+        """Return (ids of a text with each placeholder replaced by its image's rows, int32 [n]; the images' media).
+
+        Raise InputError if the numbers of placeholders and images differ.
+
+        encode: an encoder for texts that are escaped in another way than `escaping` does
+        """
         processor = self.processor
         expanded = processor.expand(text, [picture.size for picture in pictures])
         ids = (encode or self.escaping.encode)(expanded)
@@ -238,7 +254,7 @@ class ImageInputs:
         rows = np.concatenate([np.empty(0, np.int32), *(medium.ids for medium in media)])
         if len(at) != len(rows):
             raise InputError(
-                f"{field!r} has {len(at)} tokens {processor.image_token} for {len(rows)} rows of images",
+                f"{field!r} has {len(at)} tokens {processor.image_token}, but its images have {len(rows)} rows",
                 field=field,
                 remedy="leave these tokens out of the chat template",
                 code="image_count",
@@ -247,24 +263,25 @@ class ImageInputs:
         return ids, media
 
     def _medium(self, picture: Picture, salt: str) -> Medium:
-        """Returns the medium of an image for requests of this salt."""
+        """Return the medium of an image for requests with this salt."""
         load = picture.load
         shape = {"tiles": load.tiles, "rows_per_tile": load.rows, "span": load.processor.span}
         medium = self.table.medium(picture.key, load=load, salt=salt, **shape)
-        if medium.load is load:  # else the medium has a loader from an earlier item
+        if medium.load is load:  # else the medium has the loader of an earlier item
             load.store_in(self.blobs)
         return medium
 
     def encode_pictured(self, text: str, pictures: Sequence[Picture], field: str, salt: str = "") -> ImageIds:
-        """Returns the ids of a text with images; no special tokens are put around it. A text without placeholders comes
-        behind its images."""
+        """Return the ids of a text with images, without special tokens around it.
+
+        In a text without placeholders, all images come first.
+        """
         placeholder = self.processor.placeholder
         text = text if placeholder in text else placeholder * len(pictures) + text
         return ImageIds.of(*self.encode(text, pictures, salt, field))
 
     def media_of(self, tokens: np.ndarray, field: str) -> tuple[Medium, ...]:
-        """Returns the media that have rows among these ids. Raises InputError for an image that was cut with the
-        text."""
+        """Return the media with rows among these ids. Raise InputError for an image that truncation has cut."""
         media = tuple(self.table.find(tokens[tokens >= MEDIA_BASE]))
         for medium in media:
             if not np.isin(medium.ids, tokens).all():
@@ -272,5 +289,5 @@ class ImageInputs:
         return media
 
     def wants_parts(self, template: str) -> bool:
-        """Returns whether a chat template takes contents as lists of parts only, and no texts."""
+        """Return whether a chat template accepts contents only as lists of parts, not as strings."""
         return "is string" not in template and re.search(r"\[.type.\]|\.type\b", template) is not None

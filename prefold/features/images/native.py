@@ -19,12 +19,10 @@ from .tower_weights import open_tower
 
 
 class NativeTower(TowerExecutor[np.ndarray]):
-    """Runs the operations of a tower by the compiled kernels.
-
-    weights  of the tower, as the kernels read them
-    """
+    """A tower that runs its operations by the compiled kernels."""
 
     def __init__(self, model: TowerModel, weights: NativeModel):
+        """weights: of the tower, in the kernels' form"""
         table = weights.memory.tables[weights.program.embed.table]
         assert isinstance(table, np.ndarray)
         self.model, self.arrays, self.table = model, NumpyArrays(weights.kernels), table
@@ -43,12 +41,14 @@ class NativeTower(TowerExecutor[np.ndarray]):
         return self._kernels.row_attention(q, k, v, plan.lists, scale=self.model.scale)
 
     def wait(self) -> None:
-        pass  # nothing runs on after a call
+        pass  # calls are synchronous
 
 
 def load_tower(checkpoint: Checkpoint, text: NativeModel, seed: int = 0) -> Tower[np.ndarray]:
-    """Return the tower of a checkpoint, in the dtype of its text model. The errors are those of `open_tower`, and
-    OutOfMemoryError before anything is read."""
+    """Return the tower of a checkpoint, in the dtype of its text model.
+
+    Raise the errors of `open_tower`, and OutOfMemoryError before anything is read.
+    """
     model, source = open_tower(checkpoint, text.config, seed)
     program = model.program()
     check_memory(checkpoint, program, text.dtype)

@@ -1,7 +1,7 @@
-"""Prepares images for a checkpoint's tower: cuts them into tiles of one size, and gives them their place in a prompt.
+"""Prepare images for a checkpoint's tower: cut them into tiles of one size, and make their text in a prompt.
 
-`layout` says from an image's size alone how it is cut and what text stands for it in a prompt; `tiles` cuts it. Both
-equal the Pillow image processors of transformers, to the last bit.
+`layout` needs only an image's size: it says how the image is cut and which text replaces it in a prompt. `tiles` cuts
+it. Both equal the Pillow image processors of transformers, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...text import Tokenizer
 from .config import TowerConfig, tile_settings, tower_settings
 from .decode import Image, pillow
 
-LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # of Pillow
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers of filters
 SETTINGS: Mapping[str, Any] = {
     "do_rescale": True,
     "rescale_factor": 1 / 255,
@@ -39,41 +39,36 @@ WITHOUT_EFFECT = {
     "input_data_format", "model_input_names", "num_fps", "processor_class", "return_row_col_info", "return_tensors",
     "size_divisor", "vision_encoder_max_size", "video_sampling",
 }  # fmt: skip
-# Settings that would change pixels, and stand in files that do not turn them on.
+# Settings that would change pixels if other settings turned them on.
 NOT_ASKED = {"crop_size", "do_center_crop", "pad_size"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A Layout says how an image of one size is cut into tiles, and what text stands for it.
+    """How an image of one size is cut into tiles, and its text in a prompt."""
 
-    text   its place in a prompt, with the image token once for each row
-    sizes  (height, width) to which the image is resized before it is cut, one after the other
-    boxes  (left, top, right, bottom) of its pieces; each becomes a tile beside the tile of the whole image
-    rows   how many rows a tile becomes; None: as many as all tiles do
-    """
-
-    text: str
-    sizes: Sequence[tuple[int, int]] = ()
-    boxes: Sequence[tuple[int, int, int, int]] = ()
-    rows: int | None = None
+    text: str  # with the image token once per row
+    sizes: Sequence[tuple[int, int]] = ()  # (height, width): the image is resized to each of these in turn, then cut
+    boxes: Sequence[tuple[int, int, int, int]] = ()  # (left, top, right, bottom) of pieces, which are further tiles
+    rows: int | None = None  # rows per tile; None: as for all tiles of the tower
 
     @property
     def tiles(self) -> int:
-        """Returns how many tiles the image becomes."""
+        """Return the number of tiles of the image."""
         return 1 + len(self.boxes)
 
 
 class Processor(ABC):
-    """A Processor makes the tiles of images, by the settings of one checkpoint.
+    """Makes the tiles of images by the settings of one checkpoint.
 
-    placeholder     the text that chat templates write for an image
-    image_token     the token that stands for a row of an image in a Layout's text
-    image_token_id  its id
-    special         the special tokens of images, which are plain text where a user writes them
-    own_settings    settings that a family reads beside SETTINGS, with their defaults
-    whole_first     whether the tile of the whole image comes before those of its pieces, or behind them
-    tile_size       height and width of every tile; None: a tile is of the last of its layout's sizes
+    Attributes:
+        placeholder: the text that chat templates write for an image
+        image_token: the token for one row of an image in a Layout's text
+        image_token_id: its id
+        special: the special tokens of images; in users' texts they are plain text
+        own_settings: the family's settings beside SETTINGS, with their defaults
+        whole_first: the tile of the whole image comes before the tiles of its pieces, not after them
+        tile_size: height and width of every tile; None: a tile has the last of its layout's sizes
     """
 
     placeholder: str
@@ -84,8 +79,7 @@ class Processor(ABC):
     tile_size: tuple[int, int] | None
 
     def __init__(self, tower: TowerConfig, settings: Mapping[str, Any], image_token_id: int = 0):
-        """Reads the settings of an image processor's file. Raises UnsupportedModelError for a setting that is not
-        known."""
+        """Read the settings of an image processor's file. Raise UnsupportedModelError for an unknown setting."""
         self.tower, self.image_token_id = tower, image_token_id
         stored = Settings.of(settings)
         defaults = {**SETTINGS, **self.own_settings}
@@ -95,61 +89,64 @@ class Processor(ABC):
         without_effect = WITHOUT_EFFECT if stored.get("do_center_crop") else WITHOUT_EFFECT | NOT_ASKED
         for key in sorted(stored.keys() - defaults - without_effect):
             if stored[key] is not None and not (key in NOT_ASKED and not stored[key]):
-                raise UnsupportedModelError(f"{stored.file}: the setting {key} of the images is not known")
-        # The number by which Pillow knows the filter.
+                raise UnsupportedModelError(f"{stored.file}: prefold does not know the image setting {key}")
+        # Pillow's number of the filter.
         self.resample = self.settings.size("resample", least=0, most=5)
 
     @property
     def span(self) -> bool:
-        """Returns whether the rows of a tile are one span."""
+        """Return whether the rows of a tile form one span."""
         return self.tower.span
 
     @property
     def rows_per_tile(self) -> int:
-        """Returns how many rows a tile becomes, or at most becomes."""
+        """Return the number of rows per tile, or the maximum if tiles differ in size."""
         return self.tower.rows
 
     @cached_property
     def identity(self) -> bytes:
-        """Returns a digest of the processing and of the tower's shape, 16 bytes."""
+        """Return a digest of the processing and of the tower's shape, 16 bytes."""
         content = json.dumps([type(self).__name__, dict(self.settings), repr(self.tower)], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
     def key(self, digest: bytes) -> bytes:
-        """Returns the key of an image's rows, 16 bytes: a digest of its pixels' digest and of all that is done to
-        them."""
+        """Return the key of an image's rows, 16 bytes: a digest of its pixels' digest and of all processing."""
         return hashlib.blake2b(self.identity + digest, digest_size=16).digest()
 
     @abstractmethod
     def layout(self, height: int, width: int) -> Layout:
-        """Returns the Layout of an image of this size."""
+        """Return the layout of an image of this size."""
 
     def check(self, name: str) -> None:
-        """Raises CheckpointError unless the tower takes these tiles. name: of the checkpoint"""
+        """Raise CheckpointError unless the tower accepts these tiles. name: of the checkpoint"""
         size = self.tower.image_size
         if self.tile_size is not None and self.tile_size != (size, size):
             height, width = self.tile_size
             raise CheckpointError(
-                f"{self.settings.file} makes tiles of {height} x {width} pixels; the tower of {name} takes "
-                f"{size} x {size}"
+                f"{self.settings.file} makes tiles of {height} x {width} pixels; the tower of {name} takes {size} x "
+                f"{size}"
             )
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
-        """Returns a text with an image's layout text in place of each placeholder. sizes: (height, width) of each
-        image, in order. Raises InputError where there are not as many placeholders as images."""
+        """Return a text with each placeholder replaced by its image's layout text.
+
+        Raise InputError if the numbers of placeholders and images differ.
+
+        sizes: (height, width) of each image, in order
+        """
         pieces = text.split(self.placeholder)
         if len(pieces) - 1 != len(sizes):
             raise InputError(
                 f"there are {len(sizes)} images for {len(pieces) - 1} places in the text ({self.placeholder})",
                 field="images",
-                remedy="give one image a place",
+                remedy="give one image for each place",
                 code="image_count",
             )
         layouts = [self.layout(*size).text for size in sizes]
         return pieces[0] + "".join(layout + piece for layout, piece in zip(layouts, pieces[1:], strict=True))
 
     def tiles(self, image: Image) -> np.ndarray:
-        """Returns the tiles of an image as the tower reads them, float32 [tiles, 3, height, width]."""
+        """Return the tiles of an image as the tower reads them, float32 [tiles, 3, height, width]."""
         layout, picture = self.layout(image.height, image.width), pillow().fromarray(image.pixels)
         for size in layout.sizes:
             picture = self._resized(picture, size)
@@ -167,7 +164,7 @@ class Processor(ABC):
 
     @cached_property
     def _table(self) -> np.ndarray:
-        """Returns the tower's input for each value of a pixel, float32 [3, 256]."""
+        """Return the tower's input for each value of a pixel, float32 [3, 256]."""
         settings = self.settings
         numbers = np.arange(256).astype(np.float32)
         if settings.flag("do_rescale"):
@@ -179,7 +176,7 @@ class Processor(ABC):
 
 
 def three(settings: Settings, key: str) -> list[float]:
-    """Returns a setting's number for each colour; a single number counts for all three."""
+    """Return a setting's number for each colour. A single number counts for all three."""
     value = settings[key]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = [value] * 3
@@ -196,7 +193,7 @@ IMAGE_BEGIN, IMAGE_ROW, IMAGE_END = "<start_of_image>", "<image_soft_token>", "<
 
 
 class Gemma3Processor(Processor):
-    """A Gemma3Processor makes the tiles of images as Gemma 3 wants them."""
+    """Makes tiles for Gemma 3."""
 
     placeholder, image_token, whole_first = IMAGE_BEGIN, IMAGE_ROW, True
     special = frozenset((IMAGE_BEGIN, IMAGE_ROW, IMAGE_END))
@@ -213,7 +210,7 @@ class Gemma3Processor(Processor):
     def __init__(self, tower: TowerConfig, settings: Mapping[str, Any], image_token_id: int = 0):
         super().__init__(tower, settings, image_token_id)
         if not self.settings.flag("do_resize"):
-            raise UnsupportedModelError(f"{self.settings.file}: do_resize is false, but tiles must be of one size")
+            raise UnsupportedModelError(f"{self.settings.file}: do_resize is false, but all tiles must have one size")
         size = self.settings.settings("size")
         self.tile_size = size.size("height"), size.size("width")
         self.scans = self.settings.flag("do_pan_and_scan")
@@ -231,7 +228,7 @@ class Gemma3Processor(Processor):
         return Layout(text, boxes=crops)
 
     def _crops(self, height: int, width: int) -> list[tuple[int, int, int, int]]:
-        """Returns the crops of an image that is much longer than wide, or wider than long."""
+        """Return the crops of an elongated image, as (left, top, right, bottom)."""
         longer, shorter = max(height, width), min(height, width)
         if not self.scans or longer / shorter < self.ratio:
             return []
@@ -248,11 +245,11 @@ class Gemma3Processor(Processor):
 
 # Tokens of Idefics3 and SmolVLM.
 ROW, BORDER, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
-LONGEST = 4096  # pixels of the longest side of a resized image
+LONGEST = 4096  # pixels: the maximum longest side of a resized image
 
 
 class Idefics3Processor(Processor):
-    """An Idefics3Processor makes the tiles of images as Idefics3 and SmolVLM want them."""
+    """Makes tiles for Idefics3 and SmolVLM."""
 
     placeholder, image_token, whole_first = ROW, ROW, False
     own_settings: Mapping[str, Any] = {
@@ -287,26 +284,26 @@ class Idefics3Processor(Processor):
         return Layout("".join(lines) + "\n" + whole, sizes, boxes)
 
     def _sizes(self, height: int, width: int) -> list[tuple[int, int]]:
-        """Returns the sizes to which an image is resized before it is cut, one after the other."""
+        """Return the sizes (height, width) to which an image is resized in turn before it is cut."""
         sizes = []
         if self.resizes:
             height, width = _longest(height, width, self.size)
             sizes.append((height, width))
         if not self.splits:
             return [*sizes, (self.tile, self.tile)]
-        # Both sides are rounded up to whole tiles, the longer one first.
+        # Round both sides up to whole tiles, the longer one first.
         tile = self.tile
         height, width = _with_longest(height, width, math.ceil(max(height, width) / tile) * tile)
         return [*sizes, (math.ceil(height / tile) * tile, math.ceil(width / tile) * tile)]
 
 
 def _longest(height: int, width: int, size: Settings) -> tuple[int, int]:
-    """Returns the size to which an image is resized first: its longest side as the settings say, the other even."""
+    """Return the first size to which an image is resized: the settings fix its longest side, and the other is even."""
     if not size.get("longest_edge"):
         return size.size("height"), size.size("width")
     longest = size.size("longest_edge")
     height, width = _with_longest(height, width, longest)
-    # The other side is made even, and the longest no longer than LONGEST.
+    # Make the other side even, and limit the longest to LONGEST.
     height, width = (height, width + width % 2) if height > width else (height + height % 2, width)
     height, width = max(height, 1), max(width, 1)
     if max(height, width) > LONGEST:
@@ -315,7 +312,7 @@ def _longest(height: int, width: int, size: Settings) -> tuple[int, int]:
 
 
 def _with_longest(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Returns the size with its longer side so long, and the other rounded down."""
+    """Return the size scaled to this longer side, with the other side rounded down."""
     ratio = width / height
     return (int(longest / ratio), longest) if width >= height else (longest, int(longest * ratio))
 
@@ -325,8 +322,7 @@ BEFORE, GEMMA4_ROW, BEHIND = "<|image>", "<|image|>", "<image|>"
 
 
 class Gemma4Processor(Processor):
-    """A Gemma4Processor makes the tiles of images as Gemma 4 wants them: an image keeps its shape, and becomes as many
-    squares of patches as it may have."""
+    """Makes tiles for Gemma 4: an image keeps its aspect ratio, and becomes as many squares of patches as allowed."""
 
     placeholder, image_token, whole_first, tile_size = GEMMA4_ROW, GEMMA4_ROW, True, None
     special = frozenset((BEFORE, GEMMA4_ROW, BEHIND))
@@ -345,7 +341,7 @@ class Gemma4Processor(Processor):
     def __init__(self, tower: TowerConfig, settings: Mapping[str, object], image_token_id: int = 0):
         super().__init__(tower, settings, image_token_id)
         if not self.settings.flag("do_resize"):
-            raise UnsupportedModelError(f"{self.settings.file}: do_resize is false, but tiles must be of whole squares")
+            raise UnsupportedModelError(f"{self.settings.file}: do_resize is false, but tiles must have whole squares")
         self.patch, self.merge = self.settings.size("patch_size"), self.settings.size("pooling_kernel_size")
         self.most, self.square = self.settings.size("max_soft_tokens"), self.merge * self.patch
 
@@ -354,11 +350,11 @@ class Gemma4Processor(Processor):
         wanted = {"patch_size": tower.patch_size, "pooling_kernel_size": tower.merge}
         for key, value in wanted.items():
             if self.settings[key] != value:
-                raise CheckpointError(f"{file}: {key} is {self.settings[key]}; the tower of {name} has {value}")
+                raise CheckpointError(f"{file}: {key} is {self.settings[key]}, but the tower of {name} has {value}")
         if self.most > tower.rows:
             raise CheckpointError(
-                f"{file}: max_soft_tokens is {self.most}; set vision_soft_tokens_per_image, which is {tower.rows}, to "
-                f"{self.most} in config.json too"
+                f"{file}: max_soft_tokens is {self.most}, but vision_soft_tokens_per_image in config.json is only "
+                f"{tower.rows}; set it to {self.most} too"
             )
 
     def layout(self, height: int, width: int) -> Layout:
@@ -368,12 +364,12 @@ class Gemma4Processor(Processor):
         return Layout(text, [(down * self.square, across * self.square)], rows=rows)
 
     def _squares(self, height: int, width: int) -> tuple[int, int]:
-        """Returns how many squares an image has from top to bottom, and across."""
+        """Return the number of squares of an image (from top to bottom, from left to right)."""
         factor = math.sqrt(self.most * self.merge**2 * self.patch**2 / (height * width))
         down, across = (math.floor(factor * side / self.square) for side in (height, width))
         if down and across:
             return down, across
-        # Of an image that is much longer than wide, or wider than long, one side is a single square.
+        # A very elongated image is one square wide or high.
         if across:
             return 1, min(math.floor(width / height), self.most)
         if down:
@@ -386,18 +382,22 @@ KINDS: dict[str, type[Processor]] = {
     "idefics3": Idefics3Processor,
     "gemma4": Gemma4Processor,
 }
-# Where transformers keeps the settings: since version 5 inside the first file, before in the second.
+# Files with the settings: since version 5 transformers nests them in the first, earlier versions wrote the second.
 NESTED, ALONE = "processor_config.json", "preprocessor_config.json"
 
 
 def load_processor(checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokenizer | None) -> Processor:
-    """Returns the Processor of a checkpoint. tokenizer: the checkpoint's; without it only the tiles work. Raises
-    CheckpointError if the tokenizer has no image token, or if the settings do not fit the tower."""
+    """Return the Processor of a checkpoint.
+
+    Raise CheckpointError if the tokenizer has no image token, or if the settings do not fit the tower.
+
+    tokenizer: the checkpoint's; without it only tiles can be made
+    """
     kind = KINDS[tower.kind]
     image_token_id = 0 if tokenizer is None else tokenizer.token_id(kind.image_token)
     if image_token_id is None:
         raise CheckpointError(
-            f"the tokenizer of {checkpoint.name} has no token {kind.image_token!r}, by which prompts show images; "
+            f"the tokenizer of {checkpoint.name} has no token {kind.image_token!r}, which prompts need for images; "
             "use the tokenizer that belongs to the tower"
         )
     settings = _settings(checkpoint, tower)
@@ -407,7 +407,7 @@ def load_processor(checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokeni
 
 
 def _settings(checkpoint: Checkpoint, tower: TowerConfig) -> Settings:
-    """Returns the settings of the checkpoint's image processor; without a file, settings that fit the tower."""
+    """Return the checkpoint's settings of the image processor, or, without a file, settings that fit the tower."""
     if checkpoint.mmproj is not None:
         return tower_settings(checkpoint.mmproj)
     nested = read_object(checkpoint, NESTED)

@@ -1,4 +1,4 @@
-"""Reads images from the values that users give: arrays, Pillow images, files, paths, and addresses of allowed hosts."""
+"""Read images from users' values: arrays, Pillow images, files, paths, and addresses of allowed hosts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class MediaHosts:
-    """A MediaHosts fetches images from an allowlist of hosts.
+    """Fetches images from an allowlist of hosts.
 
-    names    of hosts, as they stand in addresses: "example.org" allows no "www.example.org"
-    seconds  that one image may take, with its redirects
-    resolve  resolve(host, port) -> the IP addresses of a host, as texts
-    context  returns the SSL context of connections
+    Attributes:
+        names: hosts as written in addresses; "example.org" does not allow "www.example.org"
+        seconds: time limit for one image, including redirects
+        resolve: resolve(host, port) -> IP addresses of a host, as strings
+        context: returns the SSL context of connections
     """
 
     names: frozenset[str] = frozenset()
@@ -47,8 +48,11 @@ class MediaHosts:
     context: Callable[[], ssl.SSLContext] = ssl.create_default_context
 
     def fetch(self, url: str, field: str, most_bytes: int) -> bytes:
-        """Returns the content of an https address. Raises InputError if its host, or that of a redirect, is not allowed
-        or not public, or if the file is too large, too slow or missing."""
+        """Return the content of an https address.
+
+        Raise InputError if its host or a redirect's host is not allowed or not public, or if the file is too large, too
+        slow or missing.
+        """
         deadline = time.monotonic() + self.seconds
         for _ in range(MOST_REDIRECTS + 1):
             host, port, path = self._checked(url, field)
@@ -66,33 +70,33 @@ class MediaHosts:
             if len(data) > most_bytes:
                 raise _error(field, f"({host}) has more than {most_bytes:,} bytes", "give a smaller image")
             return data
-        raise _error(field, f"is redirected more than {MOST_REDIRECTS} times", "give the address that it leads to")
+        raise _error(field, f"is redirected more than {MOST_REDIRECTS} times", "give the final address")
 
     def _checked(self, url: str, field: str) -> tuple[str, int, str]:
-        """Returns (host, port, path) of an address. Raises InputError unless it may be fetched."""
+        """Return (host, port, path) of an address. Raise InputError unless it may be fetched."""
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port or 443
         except ValueError:
-            raise _error(field, "is no address", "check it") from None
+            raise _error(field, "is not a valid address", "check the address") from None
         if parts.scheme != "https" or parts.username is not None:
-            raise _error(field, "leads to an address that is not https", "give an https address")
+            raise _error(field, "has an address that is not https", "give an https address")
         if host not in self.names:
             allowed = ", ".join(sorted(self.names))
-            remedy = f"the hosts that are allowed: {allowed}" if allowed else "give the image itself as a data URL"
+            remedy = f"use one of these hosts: {allowed}" if allowed else "give the image itself as a data URL"
             raise _error(
-                field, f"is at {host[:100]!r}, from where nothing is fetched",
+                field, f"is at {host[:100]!r}, which is not an allowed host",
                 remedy + ", or allow the host with images={\"allow_media_host\": [...]} (--allow-media-host)",
             )  # fmt: skip
         if any(ord(letter) < 33 for letter in parts.path + parts.query):
-            raise _error(field, "is no address", "check it")
+            raise _error(field, "is not a valid address", "check the address")
         return host, port, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
     def _get(self, host: str, port: int, path: str, deadline: float, most: int) -> tuple[int, str | None, bytes]:
-        """Returns (status, address of a redirect, body) of an answer."""
+        """Return (status, address of a redirect or None, body) of an answer."""
         address = self._public(host, port, deadline)
         connection = _PinnedConnection(host, port, address, deadline, self.context())
-        # Timeouts of a socket start anew with each byte, and so bound no slow answer.
+        # A socket's timeout restarts with each byte. Only this timer bounds a slow answer.
         watch = threading.Timer(max(0.0, deadline - time.monotonic()), connection.cut)
         watch.daemon = True
         watch.start()
@@ -112,8 +116,10 @@ class MediaHosts:
             connection.close()
 
     def _public(self, host: str, port: int, deadline: float) -> str:
-        """Returns the IP address of a host to connect to: no later lookup can lead elsewhere. Raises OSError unless
-        every address of the host is public."""
+        """Return the host's IP address to connect to. Raise OSError unless every address of the host is public.
+
+        Connecting to this address prevents a second lookup from leading elsewhere.
+        """
         resolver = ThreadPoolExecutor(1)
         try:
             addresses = list(resolver.submit(self.resolve or _addresses, host, port).result(_seconds_left(deadline)))
@@ -130,12 +136,12 @@ class MediaHosts:
 
 
 class _PinnedConnection(http.client.HTTPSConnection):
-    """A _PinnedConnection connects to one IP address, and checks the certificate for the host's name."""
+    """A connection to one fixed IP address that checks the certificate for the host's name."""
 
     def __init__(self, host: str, port: int, address: str, deadline: float, context: ssl.SSLContext):
         super().__init__(host, port, context=context)
         self._address, self._deadline, self._tls = address, deadline, context
-        self._socket: socket.socket | None = None  # an answer may take `sock` over
+        self._socket: socket.socket | None = None  # kept here, because an answer may take `sock` over
 
     def connect(self) -> None:
         plain = socket.create_connection((self._address, self.port), timeout=_seconds_left(self._deadline))
@@ -148,7 +154,7 @@ class _PinnedConnection(http.client.HTTPSConnection):
         self._socket = self.sock
 
     def cut(self) -> None:
-        """Ends the connection, and with it a read in another thread."""
+        """End the connection, including a read in another thread."""
         with suppress(OSError):
             if self._socket is not None:
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -173,21 +179,22 @@ def _error(field: str, problem: str, remedy: str) -> InputError:
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=-]+)*),", re.ASCII)
 FILE_ID = re.compile(r"file-[0-9a-zA-Z_-]+", re.ASCII)
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):", re.ASCII)
-# Possessive quantifiers: with backtracking, white space before another character would take quadratic time.
+# Possessive quantifiers: with backtracking, spaces before an invalid character would need quadratic time.
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]++={0,2}+\s*+")
-LEAST_BASE64 = 64  # shorter texts are paths; no image file is so small
+LEAST_BASE64 = 64  # shorter texts are paths, because no image file is so small
 _GIVE = "give a path, bytes, a data URL (data:image/png;base64,...), a PIL image or an array"
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A Reader reads images.
+    """Reads images.
 
-    decoder  decodes files
-    folder   where paths are looked up: nothing outside of it is read. None: paths are read as they are
-    paths    whether paths are read at all
-    hosts    from which https addresses are fetched; none by default
-    files    returns the path of an uploaded file by its id, or None where there is none; None: there are no such files
+    Attributes:
+        decoder: decodes files
+        folder: paths are relative to this folder, and nothing outside is read. None: no such limit
+        paths: paths are allowed at all
+        hosts: https addresses are fetched from these hosts; by default from none
+        files: returns the path of an uploaded file by its id, or None for an unknown id. None: no uploads
     """
 
     decoder: Decoder = field(default_factory=Decoder)
@@ -197,17 +204,23 @@ class Reader:
     files: Callable[[str], Path | None] | None = None
 
     def read(self, value: Any, field: str = "image", budget: DecodeBudget | None = None) -> DecodedImage:
-        """Returns the image of a value: an Image, a Pillow image, an array uint8 [height, width, 3], the bytes of a
-        file, its path, a data URL, base64, an https address, the id of an uploaded file, or a mapping that has one of
-        them. budget: that of the image's item. Raises InputError, with `field` as its field, for other values, and for
-        those that are not allowed."""
+        """Return the image of a value. Raise InputError, with `field`, for other or forbidden values.
+
+        Args:
+            value: an Image, a Pillow image, an array uint8 [height, width, 3], the bytes of a file, its path, a data
+                URL, base64, an https address, the id of an uploaded file, or a mapping that has one of these
+            field: its name in errors
+            budget: shared by all images of one item
+        """
         source, _ = self.source(value, field)
         return DecodedImage(source, False) if isinstance(source, Image) else self.decoder.decode(source, field, budget)
 
     def source(self, value: Any, field: str = "image") -> tuple[bytes | Image, Any]:
-        """Returns the content of an image value, and a value from which the content can be read again. The content is
-        the bytes of the image's file, or an Image where the value has pixels. The second is the content itself, or the
-        value where it names a file or address. Raises InputError as `read` does."""
+        """Return (the content of an image value, a value from which it can be read again).
+
+        The content is the bytes of the image's file, or an Image if the value has pixels. The second value is the
+        content itself, or the path or address if the value is one. Raise InputError as `read` does.
+        """
         image: bytes | Image | None
         inner = _inner(value, field)
         if isinstance(inner, Image):
@@ -223,10 +236,10 @@ class Reader:
         if isinstance(inner, (str, os.PathLike)):
             return self._named(os.fspath(inner), field), value
         kind = "None" if inner is None else f"of type {type(inner).__name__}"
-        raise InputError(f"{field!r} is {kind}, no image", field=field, remedy=_GIVE, code="wrong_type")
+        raise InputError(f"{field!r} is {kind}, not an image", field=field, remedy=_GIVE, code="wrong_type")
 
     def _named(self, name: str | bytes, field: str) -> bytes:
-        """Returns the bytes of the file with this path, address or id."""
+        """Return the bytes of the file with this path, address or id."""
         name = os.fsdecode(name)
         if FILE_ID.fullmatch(name) and not self.paths:
             return self._uploaded(name, field)
@@ -234,7 +247,7 @@ class Reader:
         if scheme is not None and scheme[1].lower() == "https":
             return self.hosts.fetch(name, field, self.decoder.limits.file_bytes)
         if scheme is not None:
-            message = f"{field!r} is an address of kind {scheme[1]}:, which is never read"
+            message = f"{field!r} is a {scheme[1]}: address, which is never read"
             raise InputError(message, field=field, remedy=_GIVE, code="image_address")
         return self._path(name, field)
 
@@ -246,56 +259,58 @@ class Reader:
             return self._content(path)
         except OSError:
             raise InputError(
-                f"{field!r} is the id {name!r} of an uploaded file, and there is none with it",
+                f"{field!r} is the id {name!r}, but no uploaded file has this id",
                 field=field,
                 remedy="upload the image (POST /v1/files, purpose vision), or give it as a data URL",
                 code="not_found",
             ) from None
 
     def _content(self, path: Path) -> bytes:
-        """Returns the bytes of a file; of one that is too large one byte more than the limit."""
+        """Return the bytes of a file. If it is too large, read one byte more than the limit."""
         with open(path, "rb") as file:
             return file.read(self.decoder.limits.file_bytes + 1)
 
     def _path(self, name: str, field: str) -> bytes:
         if not self.paths:
             raise InputError(
-                f"{field!r} is a path, and paths are not read here",
+                f"{field!r} is a path, but paths are not read here",
                 field=field,
-                remedy="give the image itself as a data URL (data:image/png;base64,...), or in a job the folder of the "
-                "images as media_folder (--media-folder)",
+                remedy="give the image itself as a data URL (data:image/png;base64,...), or, in a job, the folder of "
+                "the images as media_folder (--media-folder)",
                 code="image_address",
             )
         path, is_inside = Path(name), True
         try:
             if self.folder is not None:
                 root = self.folder.resolve()
-                path = (root / path).resolve()  # links are followed, and must not lead outside
+                path = (root / path).resolve()  # follows links, which must not lead outside
                 is_inside = path.is_relative_to(root)
             if is_inside:
                 if not path.is_file():
                     raise FileNotFoundError
                 return self._content(path)
-        except (OSError, RuntimeError, ValueError) as error:  # links in a circle: a RuntimeError before Python 3.13
+        except (OSError, RuntimeError, ValueError) as error:  # circular links: a RuntimeError before Python 3.13
             reason = getattr(error, "strerror", None) or "there is no such file"
             message = f"{field!r} is the path {name[:100]!r}: {reason}"
             raise InputError(message, field=field, remedy=_GIVE, code="image_address") from None
         raise InputError(
             f"{field!r} is the path {name[:100]!r}, which is not in {self.folder}",
             field=field,
-            remedy="give a path in it, or name another media_folder (--media-folder)",
+            remedy="give a path in this folder, or name another media_folder (--media-folder)",
             code="image_address",
         )
 
 
 def reader_of(*, folder: Path | None = None, paths: bool = True, hosts: Iterable[str] = (), **limits: Any) -> Reader:
-    """Returns a Reader. hosts: the names of allowed hosts; limits: fields of its decoder's Limits"""
+    """Return a Reader. hosts: names of allowed hosts; limits: fields of the decoder's Limits"""
     return Reader(Decoder(Limits(**limits)), folder, paths, MediaHosts(frozenset(hosts)))
 
 
 def content_of(value: Any, field: str = "image") -> bytes | None:
-    """Returns the bytes of the file that a value contains; None where it names the place of a file. Raises InputError
-    for invalid base64."""
+    """Return the bytes of a file that are part of a value, or None if the value is a path or address.
+
+    Raise InputError for invalid base64.
+    """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if not isinstance(value, str):
@@ -309,8 +324,10 @@ def content_of(value: Any, field: str = "image") -> bytes | None:
 
 
 def _inner(value: Any, field: str) -> Any:
-    """Returns the image value inside a mapping: OpenAI's {"url": ...} or {"file_id": ...}, Hugging Face's {"bytes":
-    ..., "path": ...}; other values as they are."""
+    """Return the image value inside a mapping, and other values unchanged.
+
+    Mappings are OpenAI's {"url": ...} or {"file_id": ...} and Hugging Face's {"bytes": ..., "path": ...}.
+    """
     if not isinstance(value, Mapping):
         return value
     for key in ("bytes", "base64", "url", "path", "image", "file_id"):
@@ -321,7 +338,7 @@ def _inner(value: Any, field: str) -> Any:
 
 def _of_array(value: np.ndarray, field: str) -> Image:
     try:
-        return Image(np.array(value, order="C"))  # a copy: its owner may write into the array while a request waits
+        return Image(np.array(value, order="C"))  # a copy: the caller may change the array while a request waits
     except ValueError as error:
         raise InputError(f"{field!r}: {error}", field=field, remedy=_GIVE, code="wrong_type") from None
 

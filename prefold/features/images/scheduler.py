@@ -1,6 +1,6 @@
-"""This module decides when the tower runs, which requests wait for it, and which of its results are kept. No torch.
+"""Decide when the tower runs, which requests wait for it, and which of its results are stored. No torch.
 
-Each image is encoded once, however many requests wait for it.
+Each image is encoded once, even if many requests wait for it.
 """
 
 from __future__ import annotations
@@ -25,36 +25,38 @@ from ...trie import MEDIA_BASE
 from .steps import DropImages, EncodeImage, ImageFacts, first_id
 from .table import MediaTable
 
-# The least share of a step's time that the tower gets, so that it goes on when steps are slow for another reason.
+# The tower gets at least this share of a step's time, so that it advances even if steps are slow for another reason.
 LEAST = 0.25
-# The tower's work slows the steps after it; after this many steps no effect is left.
+# The tower's work slows the steps after it. After this many steps there is no effect left.
 CALM = 16
-# A step's time without the tower is taken as unchanged for this many steps; later ones have longer contexts.
+# For this many steps, a step's time without the tower counts as unchanged. Later steps have longer contexts.
 FRESH = 32
-NEW = 0.3  # the weight of the newest step in an average
-MOST_SIZES = 64  # step sizes whose times are remembered
+NEW = 0.3  # weight of the newest step in an average
+MOST_SIZES = 64  # number of step sizes with a stored time
 
 
 class TowerPace:
-    """A TowerPace says how long the tower may run after each step, so that sequences that generate keep half of their
-    rate.
+    """How long the tower may run after each step, so that generating sequences keep half of their rate.
 
-    A step takes longer while an image is read, or after the tower has run: it has less of the processor, and finds less
-    in its caches. The measure is therefore the time that a step of as many rows takes alone: a step and the tower's
-    work after it may take twice that. While the tower goes on, contexts grow and with them the time alone, which is
-    then estimated: a disturbed step's time, divided by how much the first disturbed steps were slowed down. A number of
-    rows that was never measured alone is estimated in the same way.
+    A step is slower while an image is read or after the tower has run, because it gets less of the processor and the
+    caches are cold. The reference is therefore the time that a step of the same number of rows needs alone. A step and
+    the tower's work after it may together take twice that time.
+
+    While the tower is busy, contexts grow, and the time alone is estimated: a disturbed step's time divided by the
+    slowdown of the first disturbed steps. A number of rows that was never measured alone is estimated in the same way.
     """
 
     def __init__(self) -> None:
-        self._alone: OrderedDict[int, float] = OrderedDict()  # seconds by rows, the latest measurement last
-        self._since = CALM  # steps since an image was on its way
-        self._disturbed = 0  # steps with an image on its way, since a step alone
-        self._slower = 1.0  # the time of a disturbed step divided by that of a step alone
+        self._alone: OrderedDict[int, float] = OrderedDict()  # seconds by number of rows, latest measurement last
+        self._since = CALM  # steps since an image was last in progress
+        self._disturbed = 0  # steps with an image in progress since the last step alone
+        self._slower = 1.0  # time of a disturbed step divided by the time of a step alone
 
     def seconds_after(self, rows: int, seconds: float, *, disturbed: bool) -> float:
-        """Records the time of a step, and returns for how many seconds the tower may run after it. disturbed: whether
-        an image was on its way."""
+        """Record the time of a step, and return for how many seconds the tower may run after it.
+
+        disturbed: an image was in progress during the step
+        """
         self._since = 0 if disturbed else self._since + 1
         self._disturbed += disturbed
         alone = self._alone.get(rows)
@@ -74,55 +76,51 @@ class TowerPace:
         return max(LEAST * seconds, 2 * min(alone, seconds) - seconds)
 
 
-IDLE_SECONDS = 0.25  # how long the tower runs at a time while no step could run
+IDLE_SECONDS = 0.25  # how long the tower runs at a time if no step can run
 NO_TILES = np.empty((0, 0, 0, 0), np.float32)  # the tiles of an image that cannot be read
 
 
 @dataclass(frozen=True, slots=True)
 class _EncodedImage:
-    """An _EncodedImage is an image whose rows the worker has. salt: of its requests; last_id: of its last row; size: in
-    bytes."""
+    """An image that is encoded: the worker has its rows."""
 
-    salt: str
-    last_id: int
-    size: int
+    salt: str  # of its requests
+    last_id: int  # of its last row
+    size: int  # bytes
 
 
 @dataclass(slots=True)
 class _Run:
-    """A _Run is an image that the tower has begun.
-
-    until     float64 [pieces of all layers], ascending: the floating-point operations up to the end of each piece
-    num_done  pieces that are done
-    tiles     the image's tiles, which are read from its file until the tower has them
-    """
+    """An image in progress."""
 
     medium: Medium
+    # float64 [pieces of all layers], ascending: floating-point operations up to the end of each piece
     until: np.ndarray
-    num_done: int = 0
-    tiles: Future[np.ndarray] | None = None
+    num_done: int = 0  # completed pieces
+    tiles: Future[np.ndarray] | None = None  # the image's tiles, until the tower has them
 
     @property
     def operations(self) -> float:
-        """Returns the operations of the pieces that are done."""
+        """Return the floating-point operations of the completed pieces."""
         return float(self.until[self.num_done - 1]) if self.num_done else 0.0
 
     def within(self, operations: float) -> int:
-        """Returns how many pieces are done after so many more operations."""
+        """Return the number of pieces that are complete after so many more operations."""
         return int(np.searchsorted(self.until, self.operations + operations, side="right"))
 
 
 class ImageScheduler(EnginePart):
-    """An ImageScheduler is the part of an engine whose model sees images: it has the worker make the rows of images
-    before steps need them.
+    """The engine part for a model with images: the worker encodes images before steps need their rows.
 
-    Rows are kept after their use, up to `memory` bytes, for other requests with the same image. When room is needed,
-    the tenant that uses most of it loses its least recently used image: a flood of images is at the cost of its sender.
-    Rows that requests wait for stay. Several images may be on their way through the tower; one that no request needs
-    any more is given up when another begins. All calls come from the engine's thread.
+    Rows stay stored after use, up to `memory` bytes, for other requests with the same image. If memory is full, the
+    tenant with the most bytes loses its least recently used image, so that a flood of images costs only its sender.
+    Rows that requests wait for are never dropped. Several images may be in progress; one that no request needs any more
+    is dropped when another starts. All calls come from the engine's thread.
 
-    media  knows the images by the ids of their rows
-    meter  counts runs of the tower
+    Args:
+        media: finds images by the ids of their rows
+        memory: maximum bytes of stored rows
+        meter: counts runs of the tower
     """
 
     def __init__(self, worker: Worker, media: MediaTable, memory: int, meter: Meter):
@@ -133,25 +131,25 @@ class ImageScheduler(EnginePart):
         assert facts is not None
         self._tower, self._row_bytes = facts.tower, facts.row_bytes
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
-        self._encoded: OrderedDict[int, _EncodedImage] = OrderedDict()  # by first id, the least recently used one first
+        self._encoded: OrderedDict[int, _EncodedImage] = OrderedDict()  # by first id, least recently used first
         self._needed: list[Medium] = []
-        self._in_use: list[Medium] = []  # by a step that is being started
+        self._in_use: list[Medium] = []  # needed by a step that is being started
         self._runs: dict[int, _Run] = {}  # by first id
-        self._rate: float | None = None  # operations a second; None: not measured yet
-        self._credit = 0.0  # seconds that the tower was given between steps of others, and has not run
+        self._rate: float | None = None  # operations per second; None: not measured yet
+        self._credit = 0.0  # seconds that the tower may run between steps and has not used
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
         self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._pace = TowerPace()
-        self._was_busy = False  # whether an image was on its way before the last step
-        self._keys: set[Hashable] = set()  # requests that have rows of images
-        self._waiting: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
+        self._was_busy = False  # an image was in progress before the last step
+        self._keys: set[Hashable] = set()  # requests with images
+        self._waiting: dict[int, list[Hashable]] = {}  # requests that wait for an image, by its first id
 
     def firsts(self) -> list[int]:
-        """Returns the first ids of the images that the worker has something of."""
+        """Return the first ids of the images that are encoded or in progress."""
         return [*self._encoded, *self._runs]
 
     def holds_rows(self, ids: np.ndarray) -> np.ndarray:
-        """Returns which rows of images, by their ids, the worker has: bool [n]."""
+        """Return for each id of an image's row whether the worker has the row, bool [n]."""
         firsts, lasts = self._bounds
         if not len(firsts):
             return np.zeros(len(ids), bool)
@@ -162,15 +160,16 @@ class ImageScheduler(EnginePart):
         self._tenant_of = tenant_of
 
     def need(self, media: Sequence[Medium]) -> None:
-        """Sets the images whose rows are needed next, and which therefore stay."""
+        """Set the images that are needed next. They are not dropped."""
         self._needed = list(media)
 
     def need_next(self, prompts: Iterable[Sequence[Medium]]) -> bool:
-        """Sets the images that prompts need next, and returns whether one of them has to be encoded. prompts: the
-        images of each, in order.
+        """Set the images that prompts need next, and return whether one of them has to be encoded.
 
-        A prompt needs its images up to the first that is not encoded: no step can use those behind it yet, and where
-        memory is short they must not keep that one from being encoded.
+        A prompt needs its images up to the first that is not encoded. No step can use later ones yet, and if memory is
+        short they must not prevent that image from being encoded.
+
+        prompts: the images of each prompt, in order
         """
         media: dict[int, Medium] = {}
         waits = False
@@ -184,11 +183,12 @@ class ImageScheduler(EnginePart):
         return waits
 
     def advance(self, seconds: float, *, idle: bool = True) -> tuple[Medium, str] | None:
-        """Runs the tower for about so many seconds, on the first needed image that is not encoded. Returns the image
-        that it failed for, and the reason; None if it did not fail.
+        """Run the tower for about this time on the first needed image that is not encoded.
 
-        idle: whether the engine has nothing else to do. Then files are waited for, and at least one piece of work is
-        done. Otherwise a piece that takes longer waits until several calls have given it the time.
+        Return (the image, the reason) if the tower failed for it, else None.
+
+        idle: the engine has nothing else to do. Then wait for files, and compute at least one piece. Otherwise a piece
+            that takes longer waits until several calls have provided enough time.
         """
         medium = next((medium for medium in self._needed if not self._has(medium)), None)
         if medium is None or not self._may_begin(medium):
@@ -201,8 +201,10 @@ class ImageScheduler(EnginePart):
 
     @contextmanager
     def using(self, tokens: np.ndarray) -> Iterator[None]:
-        """Returns a context in which the worker has the rows of all images among these ids; they are encoded before it
-        begins. If the tower fails for an image, its rows are NaN, and are dropped after the context."""
+        """Provide a context in which the worker has the rows of all images among these ids, encoding them first.
+
+        If the tower fails for an image, its rows are NaN, and they are dropped after the context.
+        """
         ids = tokens[tokens >= MEDIA_BASE]
         if not len(ids):
             yield
@@ -221,7 +223,7 @@ class ImageScheduler(EnginePart):
                 self._drop(medium)
 
     def clear(self) -> None:
-        """Drops all rows that no request waits for."""
+        """Drop all rows that no request waits for."""
         self._make_room(self._memory + 1)
 
     # --------------------------------------------------------------------------------------------- the requests
@@ -235,8 +237,7 @@ class ImageScheduler(EnginePart):
         self._keys.discard(key)
 
     def before_plan(self, scheduler: Any, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
-        """Sets the images that running sequences need next. Returns an error for each request whose image has been
-        given up."""
+        """Set the images that running sequences need next. Return an error for each request without its image."""
         self.is_waiting = False
         if not (self._keys or self._waiting):
             return {}
@@ -260,8 +261,10 @@ class ImageScheduler(EnginePart):
         return failures
 
     def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
-        """Runs the tower if requests wait for an image, for about as long as its pace allows after a step. Returns an
-        error for each request whose image it failed for."""
+        """Run the tower if requests wait for an image, for as long as its pace allows after a step.
+
+        If the tower fails for an image, return an error for each request that waits for it.
+        """
         allowed = IDLE_SECONDS if rows is None else self.seconds_after(rows, seconds)
         failed = self.advance(allowed, idle=rows is None) if self.is_waiting else None
         if failed is None:
@@ -270,7 +273,7 @@ class ImageScheduler(EnginePart):
         return {key: _failure(reason) for key in self._waiting.get(first_id(medium), ())}
 
     def seconds_after(self, rows: int, seconds: float) -> float:
-        """Records a step of so many rows, and returns for how many seconds the tower may run after it."""
+        """Record a step with this number of rows, and return for how many seconds the tower may run after it."""
         disturbed, self._was_busy = self._was_busy, self.is_busy
         return self._pace.seconds_after(rows, seconds, disturbed=disturbed or self._was_busy)
 
@@ -278,12 +281,11 @@ class ImageScheduler(EnginePart):
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether a needed image is being read, or is on its way through the tower."""
+        """Return whether a needed image is being read or encoded."""
         return bool(self._runs) and not self._runs.keys().isdisjoint(self._all_needed())
 
     def _encode(self, medium: Medium, seconds: float | None, idle: bool = True) -> str | None:
-        """Does as much of the tower's work on an image as about so many seconds allow (None: all). Returns why the
-        tower failed for it; None if it did not."""
+        """Work on an image for about this time (None: until it is encoded). Return the reason if the tower failed."""
         started = time.perf_counter()
         run = self._runs.get(first_id(medium)) or self._begin(medium)
         tiles = unread = None
@@ -313,11 +315,12 @@ class ImageScheduler(EnginePart):
         return error
 
     def _stop(self, run: _Run, seconds: float | None, idle: bool) -> int:
-        """Returns how many pieces of an image are to be done when this call ends.
+        """Return the number of pieces of an image that shall be complete after this call.
 
-        seconds  None: all pieces. Else the pieces that fit into the time
-        idle     True: at least one more piece is done. False: time that earlier calls left unused counts too, and a
-                 piece that does not fit waits, so that `run.num_done` is returned
+        Args:
+            seconds: time for the work; None: all pieces
+            idle: compute at least one more piece. Else unused time of earlier calls counts too, and a piece that does
+                not fit waits: the result is then `run.num_done`
         """
         last = len(run.until)
         if seconds is None:
@@ -328,9 +331,11 @@ class ImageScheduler(EnginePart):
         return run.num_done + 1 if self._rate is None else min(last, run.within(max(0.0, self._credit) * self._rate))
 
     def _loaded(self, run: _Run, seconds: float | None) -> tuple[np.ndarray, str | None] | None:
-        """Returns (the tiles of an image, None), or (NO_TILES, the reason) if it cannot be read: its rows are NaN then.
-        Returns None if that takes more than so many seconds: reading and resizing a large file takes longer than a
-        step, and goes on beside the next steps."""
+        """Return (the tiles of an image, None), or (NO_TILES, the reason) if it cannot be read. Its rows are NaN then.
+
+        Return None if reading takes longer than this time: reading and resizing a large file takes longer than a step,
+        and continues beside the next steps.
+        """
         if run.tiles is None:
             run.tiles = self.pool.submit(run.medium.load)
         if not wait([run.tiles], seconds).done:
@@ -341,7 +346,7 @@ class ImageScheduler(EnginePart):
             return NO_TILES, str(error) or type(error).__name__
 
     def _begin(self, medium: Medium) -> _Run:
-        """Starts the run of an image and returns it. Runs of images that no request needs any more are given up."""
+        """Start an image and return its run. Runs of images that no request needs any more are dropped."""
         needed = self._all_needed()
         unneeded = tuple(first for first in self._runs if first not in needed)
         if unneeded:
@@ -357,7 +362,7 @@ class ImageScheduler(EnginePart):
         self._rate = operations / seconds
 
     def _may_begin(self, medium: Medium) -> bool:
-        """Returns whether the rows of an image fit into memory beside the rows that requests still need."""
+        """Return whether the rows of an image fit into memory beside all rows that requests still need."""
         if first_id(medium) in self._runs:
             return True
         needed = self._all_needed()
@@ -374,9 +379,9 @@ class ImageScheduler(EnginePart):
         return True
 
     def _make_room(self, size: int) -> None:
-        """Drops rows that no request waits for until there is room for so many more bytes, or none are left to drop."""
+        """Drop rows that no request waits for until this many more bytes fit, or until none are left."""
         needed = self._all_needed()
-        # By tenant, not by salt: a client that chooses a new salt for each image has few bytes under each.
+        # By tenant, not by salt: a client with a new salt for each image has only few bytes under each salt.
         tenants = {first: self._tenant_of(Namespace(salt=rows.salt)) for first, rows in self._encoded.items()}
         by_tenant: Counter[Hashable] = Counter()
         for first, rows in self._encoded.items():
@@ -418,8 +423,10 @@ def _failure(reason: str) -> InputError:
 
 
 def _image_rows(sequence: SequenceState) -> np.ndarray:
-    """Returns the ids of the image rows that have to be computed for a sequence's prompt. If no row is missing, its
-    last row runs again."""
+    """Return the ids of the image rows that a sequence's prompt has to compute.
+
+    If no row is missing, the prompt's last row is computed again.
+    """
     path = sequence.leaf.path()
     pending = [np.asarray(node.tokens[node.num_computed :]) for node in path if node.num_pending]
     ids = np.concatenate(pending) if pending else np.asarray(path[-1].tokens[-1:])

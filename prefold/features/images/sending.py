@@ -1,8 +1,8 @@
-"""Sends images to replicas: the pixels of each once, as long as a replica has requests that show it.
+"""Send images to replicas: the pixels of each image once, while the replica has requests with it.
 
-In a job's prompts an image is ids out of the driver's `MediaTable`. A replica has a table of its own, in which the same
-image has other ids, and replaces the driver's ids by these: so its cache never depends on a driver's id that was freed
-and stands for another image by now.
+In a job's prompts an image is a range of ids of the driver's `MediaTable`. A replica has its own table with other ids
+for the same image, and replaces the driver's ids by its own. So its cache never depends on a driver's id that was freed
+and now means another image.
 """
 
 from __future__ import annotations
@@ -29,35 +29,34 @@ from .steps import first_id
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SentImage:
-    """A SentImage is an image as it is sent to a replica.
+    """An image as it is sent to a replica."""
 
-    key, salt  as of its Medium
-    ids        int32 [rows]: its rows in the prompts that are sent
-    pixels     uint8 [height, width, 3]; None: the image cannot be read
-    error      the reason
-    """
-
-    key: bytes
-    salt: str
-    ids: np.ndarray
-    pixels: np.ndarray | None
-    error: str = ""
+    key: bytes  # of its Medium
+    salt: str  # of its Medium
+    ids: np.ndarray  # int32 [rows]: its rows in the prompts that are sent
+    pixels: np.ndarray | None  # uint8 [height, width, 3]; None: the image cannot be read
+    error: str = ""  # the reason
 
 
 class SentImages:
-    """A SentImages records which images each replica has, and which of its requests need them. table: the job's
-    MediaTable"""
+    """The driver's record of which images each replica has, and which of its requests need them.
+
+    table: the job's MediaTable
+    """
 
     def __init__(self, table: Any):
         self._table = table
-        # By replica: the media that it has, how many of its requests show each, and the media of each request.
+        # By replica: its media by first id, the number of its requests with each, and the first ids of each request.
         self._held: dict[str, dict[int, Medium]] = {}
         self._users: dict[str, Counter[int]] = {}
         self._shown: dict[str, dict[tuple[int, int], list[int]]] = {}
 
     def send(self, name: str, windows: Sequence[Window]) -> tuple[list[Window], list[SentImage], list[int]]:
-        """Records that a replica is sent these windows. Returns (the windows as they are sent, the images that it does
-        not have yet, the first ids of those that it no longer needs)."""
+        """Record that these windows are sent to a replica.
+
+        Return (the windows in the form to be sent, the images that it lacks, the first ids of images that it no longer
+        needs).
+        """
         media_held, users = self._held.setdefault(name, {}), self._users.setdefault(name, Counter())
         shown = self._shown.setdefault(name, {})
         fresh: list[Medium] = []
@@ -82,20 +81,20 @@ class SentImages:
         return [replace(window, media=()) for window in windows], [_picture(medium) for medium in fresh], unneeded
 
     def answered(self, name: str, number: int, place: int) -> None:
-        """Records that a replica has answered a request of a lease, which therefore no longer needs its images."""
+        """Record that a replica has answered a request of a lease, which no longer needs its images."""
         firsts = self._shown.get(name, {}).pop((number, place), ())
         if firsts:
             self._users[name].subtract(firsts)
 
     def lose(self, name: str) -> None:
-        """Records that a replica is lost or starts anew, and so has no images."""
+        """Record that a replica is lost or restarts, and so has no images."""
         for book in (self._held, self._users, self._shown):
             book.pop(name, None)
 
 
 def _picture(medium: Medium) -> SentImage:
-    """Returns an image with its pixels, or with the reason why they cannot be read."""
-    load: Any = medium.load  # a `ImageLoader`, as all images of a job have
+    """Return an image with its pixels, or with the reason why they cannot be read."""
+    load: Any = medium.load  # an `ImageLoader`, as for all images of a job
     try:
         return SentImage(medium.key, medium.salt, medium.ids, load.image().pixels)
     except InputError as error:
@@ -103,35 +102,37 @@ def _picture(medium: Medium) -> SentImage:
 
 
 def _tiles(processor: Processor, picture: SentImage) -> np.ndarray:
-    """Returns the tiles of an image that a replica was sent."""
+    """Return the tiles of an image that a replica received."""
     if picture.pixels is None:
         raise InputError(picture.error, field="image")
     return processor.tiles(Image(picture.pixels))
 
 
 class ReplicaImages:
-    """A ReplicaImages holds the images that a replica was sent, and replaces the driver's ids for them by its own. Any
-    thread may use it: images do not come in the engine's thread.
+    """The images that a replica received. It replaces the driver's ids for them by the replica's.
 
-    table      the MediaTable of the replica's engine
-    processor  of its model
+    Any thread may use it, because images do not arrive in the engine's thread.
+
+    Args:
+        table: the MediaTable of the replica's engine
+        processor: of the replica's model
     """
 
     def __init__(self, table: Any, processor: Processor):
         self._table, self._processor = table, processor
-        self._media: dict[int, Medium] = {}  # this replica's, by the driver's first id
-        self._driver_ids: dict[int, int] = {}  # the driver's first id, by ours
+        self._media: dict[int, Medium] = {}  # the replica's media, by the driver's first id
+        self._driver_ids: dict[int, int] = {}  # the driver's first id, by the replica's first id
         self._lock = threading.Lock()
 
     def hold(self, pictures: Iterable[SentImage], dropped: Iterable[int]) -> None:
-        """Adds images, and drops others. dropped: the driver's first ids"""
+        """Add images and drop others. dropped: the driver's first ids"""
         with self._lock:
             for first in dropped:
                 medium = self._media.pop(first)
                 if self._driver_ids.get(first_id(medium)) == first:
                     del self._driver_ids[first_id(medium)]
             for picture in pictures:
-                tiles = 1 + int(np.count_nonzero(np.diff(picture.ids) != 1))  # between two an id is unused
+                tiles = 1 + int(np.count_nonzero(np.diff(picture.ids) != 1))  # one id between two tiles is unused
                 shape = {"tiles": tiles, "rows_per_tile": len(picture.ids) // tiles, "span": self._processor.span}
                 load = partial(_tiles, self._processor, picture)
                 medium = self._table.medium(picture.key, load=load, salt=picture.salt, **shape)
@@ -139,12 +140,12 @@ class ReplicaImages:
                 self._driver_ids[first_id(medium)] = int(picture.ids[0])
 
     def clear(self) -> None:
-        """Drops all images."""
+        """Drop all images."""
         with self._lock:
             self._media, self._driver_ids = {}, {}
 
     def own(self, window: Window) -> Window:
-        """Returns a window with this replica's ids, and with the images of its requests."""
+        """Return a window with this replica's ids, and with the images of its requests."""
         if not (window.tokens >= MEDIA_BASE).any():
             return window
         with self._lock:
@@ -156,8 +157,11 @@ class ReplicaImages:
         return replace(window, tokens=tokens, media=tuple(media[first] for first in firsts))
 
     def translated(self, events: CacheEvents) -> CacheEvents:
-        """Returns cache events with the driver's ids for the images that this replica has. Other images keep this
-        replica's ids: a router finds nothing under them, or at worst expects more of a prompt here than there is."""
+        """Return cache events with the driver's ids for the images that this replica has.
+
+        Other images keep this replica's ids. The router then finds nothing under them, or at worst expects more cached
+        rows of a prompt than there are.
+        """
         with self._lock:
             theirs = {first: (own, int(self._media[own].ids[-1])) for first, own in self._driver_ids.items()}
         if not theirs:
@@ -170,8 +174,10 @@ class ReplicaImages:
 
 
 def _moved(tokens: np.ndarray, moves: Mapping[int, tuple[int, int]]) -> tuple[np.ndarray, list[int]]:
-    """Returns tokens with other ids for the rows of images, and the old first ids of these images. moves: {an image's
-    first id: (its new first id, its old last id)}; images that are not in it keep their ids"""
+    """Return (tokens with other ids for the rows of images, the old first ids of these images).
+
+    moves: {first id of an image: (its new first id, its old last id)}. Other images keep their ids
+    """
     at = np.flatnonzero(tokens >= MEDIA_BASE)
     if not len(at):
         return tokens, []

@@ -1,8 +1,8 @@
-"""Gives the rows of images their ids, and frees ids that are no longer used.
+"""Ids for the rows of images. Ids that are no longer used are freed.
 
-The key of an image is a digest of its pixels and of all that is done to them. Its rows have neighbouring ids as long as
-they are used: by a request that holds its Medium, by a radix tree, or by a store of what a tower made of them. Images
-of two tenants have different ids, so a tenant never reuses rows of another one's images.
+The key of an image is a digest of its pixels and of all processing. The rows of each tile have consecutive ids. The ids
+stay valid while they are used: by a request that holds the image's Medium, by a radix tree, or by a store of encoded
+images. Images of two tenants have different ids, so no tenant reuses rows of another tenant's images.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ...errors import InputError
 from ...spec.requests import Medium
 from ...trie import MEDIA_BASE, SPAN_BASE
 
-# Unused ids are looked for when there are more images than twice those in use after the last sweep, plus this many.
+# A sweep for unused ids starts when there are more images than twice the number after the last sweep plus this number.
 SLACK = 256
 
 
 class Store(Protocol):
-    """A Store keeps data of images under the ids of their rows."""
+    """A store with data under the ids of images' rows."""
 
     def firsts(self) -> Iterable[int]:
-        """Returns the first ids of these images."""
+        """Return the first ids of these images."""
 
 
 class MediaTable:
-    """A MediaTable gives the rows of images their ids. Any thread may use it."""
+    """The ids of images' rows. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ids: dict[tuple[str, bytes], np.ndarray] = {}
         self._media: WeakValueDictionary[tuple[str, bytes], Medium] = WeakValueDictionary()
-        self._owners: dict[int, tuple[str, bytes]] = {}  # by first id
+        self._owners: dict[int, tuple[str, bytes]] = {}  # names of images by first id
         self._firsts: list[int] = []
-        self._free: dict[tuple[bool, int], list[int]] = {}  # first ids, by whether they are of spans, and how many
+        self._free: dict[tuple[bool, int], list[int]] = {}  # first ids by (of spans, number of ids)
         self._next = {False: MEDIA_BASE, True: SPAN_BASE}
         self._trees: WeakSet[RowTrie] = WeakSet()
         self._stores: WeakSet[Store] = WeakSet()
@@ -52,7 +52,7 @@ class MediaTable:
         return len(self._ids)
 
     def for_replicas(self) -> Any:
-        """Returns the SentImages of this table, which sends its images to replicas."""
+        """Return a SentImages, by which this table's images are sent to replicas."""
         from .sending import SentImages
 
         return SentImages(self)
@@ -60,13 +60,16 @@ class MediaTable:
     def medium(
         self, key: bytes, *, tiles: int, rows_per_tile: int, span: bool, load: Callable[[], np.ndarray], salt: str = ""
     ) -> Medium:
-        """Returns the medium of an image: the same object for the same key and salt, as long as it is referred to.
+        """Return the medium of an image: the same object for the same key and salt while any reference to it exists.
 
-        tiles, rows_per_tile  of the image; with `span` each tile's rows are a span
-        load                  returns the tiles as the tower reads them
-        salt                  of the requests, which says whose image it is
+        Raise InputError if no ids are left.
 
-        Raises InputError where no ids are left.
+        Args:
+            tiles: number of tiles
+            rows_per_tile: rows of each tile
+            span: each tile's rows form one span
+            load: returns the tiles as the tower reads them
+            salt: of the requests, which separates tenants
         """
         name = (salt, key)
         if len(self._ids) > 2 * self._in_use + SLACK:
@@ -82,24 +85,26 @@ class MediaTable:
             return medium
 
     def find(self, ids: np.ndarray) -> list[Medium]:
-        """Returns the media whose rows have these ids, in the order of their first rows. Raises LookupError for an id
-        without a medium, or whose medium has been given up."""
+        """Return the media of rows with these ids, in the order of the media's first rows.
+
+        Raise LookupError for an id if it never had a medium, or if its medium no longer exists.
+        """
         with self._lock:
-            # Where ids do not go up by one, another tile or image begins: there is an unused id between two of them.
+            # A gap in the ids starts another tile or image, because one id between two tiles is unused.
             heads = ids[np.flatnonzero(np.diff(ids, prepend=-1) != 1)].tolist()
             firsts = dict.fromkeys(self._firsts[bisect_right(self._firsts, head) - 1] for head in heads)
             return [self._media[self._owners[first]] for first in firsts]
 
     def add_tree(self, tree: RowTrie) -> None:
-        """Registers a tree: ids stay as long as they are in it."""
+        """Register a tree. Ids stay valid while they are in it."""
         self._trees.add(tree)
 
     def add_store(self, store: Store) -> None:
-        """Registers a store: ids stay as long as it has data under them."""
+        """Register a store. Ids stay valid while it has data under them."""
         self._stores.add(store)
 
     def sweep(self) -> None:
-        """Frees the ids that are no longer used."""
+        """Free the ids that are no longer used."""
         if not self._sweeping.acquire(blocking=False):
             return
         try:
@@ -107,8 +112,8 @@ class MediaTable:
                 self._requested.clear()
                 unheld = {int(ids[0]): name for name, ids in self._ids.items() if name not in self._media}
                 firsts = np.array(self._firsts)
-            # Without the lock: a thread that changes a tree may call the table. What enters a tree from here on is in
-            # `_requested`.
+            # Without the lock, because a thread that changes a tree may call the table. Images that enter a tree from
+            # now on are in `_requested`.
             for first in self._used(firsts):
                 unheld.pop(first, None)
             with self._lock:
@@ -121,7 +126,7 @@ class MediaTable:
             self._sweeping.release()
 
     def _bind(self, name: tuple[str, bytes], tiles: int, rows_per_tile: int, span: bool) -> np.ndarray:
-        # One id behind each tile is unused, so that two neighbouring tiles are not taken for one.
+        # One id after each tile stays unused, so that neighbouring tiles are distinct.
         size = tiles * (rows_per_tile + 1)
         free = self._free.get((span, size))
         if free:
@@ -130,10 +135,10 @@ class MediaTable:
             first = self._next[span]
             if first + size > (2**31 if span else SPAN_BASE):
                 raise InputError(
-                    f"{len(self._ids):,} different images are in use at once, and the {SPAN_BASE - MEDIA_BASE:,} ids "
-                    "that there are for rows of images are used up",
+                    f"{len(self._ids):,} different images are in use at once, so the {SPAN_BASE - MEDIA_BASE:,} ids "
+                    "for rows of images are used up",
                     field="image",
-                    remedy="send it again when others are done; divide a job into several",
+                    remedy="try again when other requests are done, or divide a job into several",
                     code="image_count",
                 )
             self._next[span] = first + size
@@ -150,7 +155,7 @@ class MediaTable:
         self._free.setdefault((span, int(ids[-1] - ids[0]) + 2), []).append(first)
 
     def _used(self, firsts: np.ndarray) -> Iterator[int]:
-        """Yields the first ids of images that stores and trees have rows of; firsts: of all images, ascending."""
+        """Yield the first ids of images with rows in stores or trees. firsts: of all images, ascending"""
         for store in list(self._stores):
             yield from store.firsts()
         for tree in list(self._trees):

@@ -1,4 +1,4 @@
-"""A tower on the executor of PyTorch."""
+"""A tower on PyTorch's executor."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from .tower_weights import open_tower
 
 
 class TowerWeights(nn.Module):
-    """The weights of a tower, left uninitialised: the embedding of places, and a Layer for each part of the
-    program."""
+    """The weights of a tower, uninitialized: the embedding of places, and a Layer for each part of the program."""
 
     def __init__(self, model: TowerModel, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -54,7 +53,7 @@ class TowerWeights(nn.Module):
 
 
 class TorchTower(TowerExecutor[Tensor]):
-    """Runs the operations of a tower with tensors."""
+    """A tower that runs its operations on tensors."""
 
     def __init__(self, model: TowerModel, weights: TowerWeights):
         table, heads = weights.table, (model.heads, model.kv_heads, model.head_dim)
@@ -62,7 +61,7 @@ class TorchTower(TowerExecutor[Tensor]):
         self.arrays, self.dtype = TorchArrays(table.device), str(table.dtype).removeprefix("torch.")
         self._attention = RowAttention(Heads(*heads, table.dtype), table.device)
         self._parts, self.beside = weights.layers, list(weights.beside)
-        # Of each part, whether the part before it has left something to be added to the residual stream.
+        # By part: the part before it has left a sum that is not yet added to the residual stream.
         self._adds = [False, *(_leaves_sum(part) for part in self._parts[:-1])]
 
     def run(self, part: int, buffers: Mapping[Buffer, Tensor]) -> None:
@@ -71,7 +70,7 @@ class TorchTower(TowerExecutor[Tensor]):
         rows = Rows(dict(buffers), delta, None, None, None, NO_ADAPTERS, ops, ALONE, False)
         self._parts[part].run(rows)
         for name, target in buffers.items():
-            # What is still to be added to the residual stream stays apart.
+            # A sum that is not yet added to the residual stream stays separate.
             if (found := rows.buffers[name] if name == X else rows.get(name)) is not target:
                 target.copy_(found)
 
@@ -87,7 +86,7 @@ class TorchTower(TowerExecutor[Tensor]):
 
 
 def _leaves_sum(part: Layer) -> bool:
-    """Return whether the last operation adds to the residual stream, which waits for the norm that follows."""
+    """Return whether the last operation adds to the residual stream. The following norm does the addition."""
     last = part.operations[-1]
     return isinstance(last, Add) and last.source == X
 
@@ -101,8 +100,12 @@ def load_tower(
     pack: bool = True,
     seed: int = 0,
 ) -> Tower[Tensor]:
-    """Return the tower of a checkpoint. config: of the whole model; the others as of `load_model`. The errors are those
-    of `open_tower`, and OutOfMemoryError before anything is read."""
+    """Return the tower of a checkpoint. Other arguments are as for `load_model`.
+
+    Raise the errors of `open_tower`, and OutOfMemoryError before anything is read.
+
+    config: of the whole model
+    """
     device = torch.device(device)
     model, source = open_tower(checkpoint, config, seed)
     weights = TowerWeights(model, dtype=dtype, device=torch.device("meta"))

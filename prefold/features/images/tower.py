@@ -1,7 +1,7 @@
-"""The tower at work: rows of a model's residual stream from tiles, some pieces at a time. No torch.
+"""Compute rows of a model's residual stream from tiles with a tower, a few pieces at a time. No torch.
 
-What is computed is the tower's program (`families.tower_program`). An executor runs its operations; attention and the
-squares of patches are here, over the arrays of any executor.
+The tower's operations are its program (`families.tower_program`), which an executor runs. Attention and the squares of
+patches are computed here, on the arrays of any executor.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from .config import PIECE_ROWS
 from .families import TowerModel
 from .gemma4 import MERGED, PATCHES
 
-MOST_PLANS = 256  # attention plans that are kept, one for each shape of queries and keys
-# attend(layer, q, k, v, start) returns attention of q [n, heads, dim], whose first row is row `start` of all, shaped as
-# q; k, v [tiles * patches, heads, dim], of all. Every patch sees all patches of its tile.
+MOST_PLANS = 256  # maximum number of stored attention plans, one per shape of queries and keys
+# attend(layer, q, k, v, start) returns the attention of q [n, heads, dim], shaped as q. Row 0 of q is row `start` of
+# all rows; k and v are of all rows, [tiles * patches, heads, dim]. Every patch sees all patches of its tile.
 TowerAttention = Callable[[int, Array, Array, Array, int], Array]
 
 
 class TowerExecutor(ABC, Generic[Array]):
     """Runs the operations of a tower.
 
-    model   the tower
-    arrays  operations on its arrays
-    dtype   of rows, by name
-    table   the embedding: of each place in a tile, [patches, hidden]; or of each place across, then of each from top to
-            bottom
-    beside  the weights of `Program.beside`
+    Attributes:
+        model: the tower arrays: operations on the executor's arrays dtype: name of the rows' dtype table: the position
+        embeddings: of each place in a tile, [patches, hidden], or ("gemma4") of each place from left
+            to right, followed by each place from top to bottom
+        beside: the weights of `Program.beside`
     """
 
     model: TowerModel
@@ -48,25 +47,29 @@ class TowerExecutor(ABC, Generic[Array]):
 
     @abstractmethod
     def run(self, part: int, buffers: Mapping[Buffer, Array]) -> None:
-        """Run one of `parts_of` over contiguous arrays, [rows, width] each. It reads them and writes into them; buffers
-        that are not given it makes for itself."""
+        """Run one of `parts_of` over contiguous arrays [rows, width], which it reads and writes.
+
+        The executor creates all other buffers itself.
+        """
 
     @abstractmethod
     def plan(self, end: np.ndarray, query_rows: np.ndarray, first: np.ndarray) -> RowPlan:
-        """Return a plan of attention; the arguments are those of `plan_rows`."""
+        """Return a plan of attention. Arguments are as for `plan_rows`."""
 
     @abstractmethod
     def attend(self, q: Array, k: Array, v: Array, plan: RowPlan) -> Array:
-        """Return attention of q [queries, heads, dim] over k, v [keys, heads, dim], shaped as q."""
+        """Return the attention of q [queries, heads, dim] over k, v [keys, heads, dim], shaped as q."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until all that has been started is computed."""
+        """Wait until all work that has started is done."""
 
 
 def parts_of(program: Program) -> list[Sequence[Operation]]:
-    """Return the operations that lie between those that are not an executor's: of each layer what comes before
-    attention, and what comes after it; of the end what comes before the squares of patches, and what comes after."""
+    """Return the parts of a program that an executor runs.
+
+    Each layer has two parts: before and after attention. `end` has two parts: before and after the squares of patches.
+    """
     parts = list[Sequence[Operation]]()
     for operations in program.layers:
         at = next(number for number, one in enumerate(operations) if isinstance(one, Attend))
@@ -77,15 +80,15 @@ def parts_of(program: Program) -> list[Sequence[Operation]]:
 
 @dataclass(slots=True)
 class TowerPass(Generic[Array]):
-    """A TowerPass is some tiles on their way through the tower.
+    """Tiles on their way through the tower.
 
-    grid      how many patches each has from top to bottom, and across
-    rows      how many patches they have
-    turns     cosines and sines of queries and keys, float32 [rows, 1, 2, numbers]: for their places across, and for
-              those from top to bottom; None: queries and keys are not turned
-    buffers   of all rows, what the next pieces read
-    attend    computes attention
-    num_done  pieces of work that are done, over all layers
+    Attributes:
+        grid: patches per tile (from top to bottom, from left to right) rows: patches of all tiles turns: (cosines,
+        sines) that rotate queries and keys, float32 [rows, 1, 2, numbers]; the third axis is horizontal,
+            then vertical place. None: no rotation
+        buffers: the buffers of all rows that later pieces read
+        attend: computes attention
+        num_done: completed pieces of work, over all layers
     """
 
     grid: tuple[int, int]
@@ -97,12 +100,12 @@ class TowerPass(Generic[Array]):
 
     @property
     def units(self) -> int:
-        """Return the pieces of a stage of a layer."""
+        """Return the number of pieces in one stage of a layer."""
         return -(-self.rows // PIECE_ROWS)
 
 
 class Tower(Generic[Array]):
-    """A Tower computes rows of a model's residual stream from tiles. They take the place of scaled embeddings."""
+    """Computes rows of a model's residual stream from tiles. They replace scaled embeddings."""
 
     def __init__(self, executor: TowerExecutor[Array]):
         self.executor: TowerExecutor[Array] = executor
@@ -111,27 +114,27 @@ class Tower(Generic[Array]):
         self._widths = program.widths
         self._attends = [one for layer in program.layers for one in layer if isinstance(one, Attend)]
         last = parts_of(program)[-2][-1]
-        self._ended: Buffer = X if last.fills is None else last.fills[0]  # what the squares are of
+        self._ended: Buffer = X if last.fills is None else last.fills[0]  # the input of the squares
 
     def __call__(self, tiles: Array, attend: TowerAttention[Array]) -> Array:
-        """Return the rows of tiles float32 [tiles, 3, height, width], [tiles * rows, output], in the tower's dtype."""
+        """Return rows [tiles * rows, output] in the tower's dtype from tiles, float32 [tiles, 3, height, width]."""
         rows = self.start(tiles, attend)
         self.go_on(rows)
         return self.finish(rows)
 
     def start(self, tiles: Array, attend: TowerAttention[Array]) -> TowerPass[Array]:
-        """Return tiles before the first layer; the arguments are those of a call of the tower."""
+        """Return tiles before the first layer. Arguments are as for `__call__`."""
         config, arrays = self.config, self.executor.arrays
         if tiles.ndim != 4 or tiles.shape[1] != 3:
             raise ValueError(f"tiles are {list(tiles.shape)}; they must be [tiles, 3, height, width]")
         down, across = config.grid(*tiles.shape[2:])
         is_gemma4, patch = config.kind == "gemma4", config.patch_size
         pixels = arrays.cast(2 * (tiles - 0.5) if is_gemma4 else tiles, self.executor.dtype)
-        # If a patch does not divide the tile, the last pixels are in no patch.
+        # If the patch size does not divide the tile, the last pixels belong to no patch.
         pixels = pixels[:, :, : down * patch, : across * patch]
         # [tiles, row of patches, column of patches, row, colour, column]
         patches = pixels.reshape(-1, 3, down, patch, across, patch).swapaxes(1, 2).swapaxes(2, 4)
-        # The colour comes last, or before the row.
+        # The weights expect the colour last ("gemma4"), or before the row.
         patches = patches.swapaxes(4, 5) if is_gemma4 else patches.swapaxes(3, 4)
         places, table, turns = np.tile(np.arange(down * across), len(tiles)), self.executor.table, None
         if is_gemma4:
@@ -149,15 +152,17 @@ class Tower(Generic[Array]):
         return TowerPass((down, across), len(places), turns, buffers, attend)
 
     def _turns(self, xs: np.ndarray, ys: np.ndarray) -> tuple[Array, Array]:
-        """Return the cosines and sines of patches at these places, as of TowerPass."""
+        """Return (cosines, sines) for patches at these places, as `TowerPass.turns`."""
         turned, _ = frequencies(RopeConfig(theta=self.config.theta), self.config.head_dim // 2)
         angles = (np.stack((xs, ys), -1).astype(np.float32)[..., None] * turned)[:, None]
         send = self.executor.arrays.send
         return send(np.cos(angles)), send(np.sin(angles))
 
     def go_on(self, rows: TowerPass[Array], stop: int | None = None) -> bool:
-        """Do the pieces of work up to `stop` (None: all) that are not done. Return whether all pieces are done now.
-        Neighbouring pieces of a stage are computed together, so that pieces cost nothing if no step waits."""
+        """Compute the pieces up to `stop` (None: all). Return whether all pieces are complete.
+
+        Neighbouring pieces of a stage are computed together, so cutting into pieces costs nothing if no step waits.
+        """
         units = rows.units
         every = 2 * units * self.config.layers
         stop = every if stop is None else min(stop, every)
@@ -169,7 +174,7 @@ class Tower(Generic[Array]):
         return rows.num_done >= every
 
     def finish(self, rows: TowerPass[Array]) -> Array:
-        """Return the projector's output for tiles that have gone through all layers, [tiles * rows, output]."""
+        """Return the projector's output for tiles that have passed all layers, [tiles * rows, output]."""
         stage = 2 * self.config.layers
         buffers = {X: rows.buffers[X], DELTA: rows.buffers[DELTA], H: self._empty(H, rows.rows)}
         self.executor.run(stage, buffers)
@@ -179,8 +184,10 @@ class Tower(Generic[Array]):
         return out
 
     def _run(self, rows: TowerPass[Array], stage: int, part: slice) -> None:
-        """Compute a stage of a layer for some rows: queries, keys and values; or, once all rows have these, attention
-        and all that follows."""
+        """Compute a stage of a layer for some rows.
+
+        Even stages compute queries, keys and values. Odd stages, after all rows have these, compute the rest.
+        """
         buffers = {name: array[part] for name, array in rows.buffers.items()}
         if stage % 2:
             buffers |= self._attended(rows, stage // 2, part)
@@ -191,18 +198,17 @@ class Tower(Generic[Array]):
             rows.buffers.pop(PATCHES, None)
 
     def _turn(self, qkv: Array, cosines: Array, sines: Array) -> None:
-        """Turn queries and keys of some rows, in place: one half of each head by the places across, the other by the
-        places from top to bottom."""
+        """Rotate queries and keys of some rows in place: half of each head by column, the other half by row."""
         config, arrays = self.config, self.executor.arrays
         quarter, size = config.head_dim // 4, 2 * config.q_size
-        # [rows, heads, axis, half of the axis' numbers, numbers]
+        # [rows, heads, axis, half of the axis's values, values]
         halves = arrays.float32(qkv[:, :size]).reshape(len(qkv), 2 * config.heads, 2, 2, quarter)
         first, second = halves[:, :, :, 0], halves[:, :, :, 1]
         turned = arrays.beside((first * cosines - second * sines, second * cosines + first * sines))
         qkv[:, :size] = arrays.cast(turned.reshape(len(qkv), size), self.executor.dtype)
 
     def _attended(self, rows: TowerPass[Array], number: int, part: slice) -> dict[Buffer, Array]:
-        """Return what attention of a layer gives for some rows."""
+        """Return the output of a layer's attention for some rows."""
         attend = self._attends[number]
         qkv = rows.buffers[attend.source].reshape(rows.rows, 3 * attend.heads, attend.dim)
         q, k, v = (qkv[:, first * attend.heads : (first + 1) * attend.heads] for first in range(3))
@@ -210,8 +216,12 @@ class Tower(Generic[Array]):
         return {attend.out: attended.reshape(len(attended), attend.heads * attend.dim)}
 
     def _squares(self, x: Array, grid: tuple[int, int]) -> Array:
-        """Return a row for each square of patches: their mean, or their numbers side by side. x: [tiles * patches,
-        hidden]; grid: as of TowerPass"""
+        """Return one row per square of patches: their mean, or their values concatenated.
+
+        Args:
+            x: [tiles * patches, hidden]
+            grid: as in TowerPass
+        """
         config, arrays = self.config, self.executor.arrays
         merge, hidden = config.merge, config.hidden
         down, across = (patches // merge for patches in grid)
@@ -231,17 +241,17 @@ class Tower(Generic[Array]):
 
 
 class TowerAttend(Generic[Array]):
-    """A TowerAttend is the `attend` of a tower: the interval attention of rows, in which each tile is one span."""
+    """The `attend` of a tower: interval attention in which each tile is one span."""
 
     def __init__(self, executor: TowerExecutor[Array]):
         self._executor: TowerExecutor[Array] = executor
         tower = executor.model.tower
-        self._patches = tower.patches if tower.image_size else 0  # 0: all that there are
+        self._patches = tower.patches if tower.image_size else 0  # 0: all rows are one tile
         self._plans: dict[tuple[int, int, int], RowPlan] = {}
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array, start: int) -> Array:
-        """Return attention of q, whose first row is row `start` of all, over k and v of all, shaped as q."""
-        # Only the tiles that the queries are in count.
+        """Return the attention of q over k and v of all rows, shaped as q. Row 0 of q is row `start` of all rows."""
+        # Only the tiles of the queries count.
         patches = self._patches or len(k)
         low, high = start // patches * patches, -(-(start + len(q)) // patches) * patches
         k, v = k[low:high], v[low:high]

@@ -1,4 +1,4 @@
-"""The tensors of a tower by the names of its program, from a folder or a GGUF file, or random. No torch."""
+"""The tensors of a tower by the names of its program, from a folder, from a GGUF file, or random. No torch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .gemma4 import FACTOR, PATCH, POSITIONS, SHIFT
 
 
 def open_tower(checkpoint: Checkpoint, config: ModelConfig, seed: int) -> tuple[TowerModel, StoredSource]:
-    """Return the tower of a model, and the source of its tensors.
+    """Return (the tower of a model, the source of its tensors).
 
     Raise UnsupportedModelError for a model without a tower, and CheckpointError with the names of tensors that are
     missing, unexpected or misshapen.
     """
     settings = tower_of(config)
     if settings is None:
-        raise UnsupportedModelError(f"{checkpoint.name} has no tower: it takes text alone")
+        raise UnsupportedModelError(f"{checkpoint.name} has no tower, so it takes text alone")
     model = tower_model(settings)
     shapes = {name: shape for weight in model.program().weights for name, shape in weight.shapes.items()}
     source: StoredSource
@@ -47,7 +47,7 @@ def open_tower(checkpoint: Checkpoint, config: ModelConfig, seed: int) -> tuple[
 
 
 class _RandomTower(RandomSource):
-    """A _RandomTower gives random weights, with norms and bounds that change nothing."""
+    """Random weights, with norms and bounds that change nothing."""
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
         if name == FACTOR or re.search(r"layer_norm\d\.weight$", name):
@@ -59,17 +59,17 @@ class _RandomTower(RandomSource):
 
 
 class _StoredTower:
-    """A _StoredTower has the tensors of a tower out of files."""
+    """The tensors of a tower, from files."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._reads: dict[str, Callable[[], np.ndarray]] = {}
 
     def add(self, name: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> None:
-        """Adds a tensor. shape: as it is stored; read: returns it"""
-        if name == POSITIONS:  # one axis behind the other
+        """Add a tensor. shape: as stored; read: returns the tensor"""
+        if name == POSITIONS:  # the axes one after the other
             shape = math.prod(shape[:-1]), shape[-1]
-        elif len(shape) > 2:  # what multiplies patches: all inputs of an output are in one row
+        elif len(shape) > 2:  # the patch embedding: one row per output
             shape = shape[0], math.prod(shape[1:])
         shape = shape or (1,)
         self.shapes[name] = shape[::-1] if name == PROJECTION["gemma3"] else shape
@@ -93,12 +93,12 @@ class _StoredTower:
         return None
 
 
-# The head that SigLIP pools with, which these models have and do not use, and positions that are no weights.
+# SigLIP's pooling head, which these models have but do not use, and position numbers, which are no weights.
 IGNORED = re.compile(r"head\..*|embeddings\.position_ids")
 
 
 def _of_folder(checkpoint: Checkpoint) -> _StoredTower:
-    """Returns the tower in a Hugging Face folder, where the text model's tensors lie too."""
+    """Return the tower in a Hugging Face folder, which also has the text model's tensors."""
     tensors = _StoredTower()
     for file in SafetensorsSource.opened(checkpoint):
         for stored, tensor in file.tensors.items():
@@ -112,7 +112,7 @@ def _of_folder(checkpoint: Checkpoint) -> _StoredTower:
     return tensors
 
 
-# What llama.cpp calls these things in a GGUF file of architecture "clip", and the projectors' tensors.
+# llama.cpp's names in a GGUF file of architecture "clip", and its names of the projectors' tensors.
 GGUF = Names(
     prefix="v.",
     lists={"blk": 0},
@@ -163,10 +163,10 @@ GEMMA4_GGUF = Names(
 
 
 def _of_gemma4_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
-    """Returns the tower of Gemma 4 in a GGUF file, which may have one for sound too."""
+    """Return the tower of Gemma 4 in a GGUF file, which may have an audio tower too."""
     tensors, size = _StoredTower(), config.patch_size
 
-    def patch(stored: str) -> np.ndarray:  # stored with its colours first
+    def patch(stored: str) -> np.ndarray:  # the file stores colours first
         return file.dequantize(stored).reshape(-1, 3, size, size).transpose(0, 2, 3, 1)
 
     for stored, tensor in file.tensors.items():
@@ -174,7 +174,7 @@ def _of_gemma4_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
             continue
         name = "embedding_projection.weight"
         if stored != "mm.input_projection.weight":
-            # Bounds are those of the module around a linear.
+            # Bounds belong to the module around a linear.
             name = re.sub(r"\.linear\.(?!weight)", ".", GEMMA4_GGUF.of_tensor(stored)[0])
         tensors.add(name, tensor.shape, partial(patch if name == PATCH else file.dequantize, stored))
     return tensors
@@ -184,14 +184,14 @@ def _of_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
     if config.kind == "gemma4":
         return _of_gemma4_gguf(file, config)
     tensors, names = _StoredTower(), GGUF
-    # Files of older converters have them the other way round, which shows in how long the biases are.
+    # Older converters swapped the two names, which shows in the sizes of the biases.
     first = file.tensors.get("v.blk.0.ffn_up.bias")
     if first is not None and first.shape == (config.hidden,) and config.hidden != config.intermediate:
         names = replace(GGUF, parts={**GGUF.parts, "ffn_up": ("mlp.fc2",), "ffn_down": ("mlp.fc1",)})
 
     def read(stored: str) -> np.ndarray:
         values = file.dequantize(stored)
-        return values - 1 if GGUF_PROJECTORS.get(stored) == PROJECTOR_NORM else values  # one is added to what is stored
+        return values - 1 if GGUF_PROJECTORS.get(stored) == PROJECTOR_NORM else values  # the program adds 1
 
     for stored, tensor in file.tensors.items():
         name = GGUF_PROJECTORS.get(stored) or names.of_tensor(stored)[0]

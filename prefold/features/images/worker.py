@@ -1,5 +1,7 @@
-"""The rows of images on a worker: the tower computes them a few pieces at a time, and steps use them in place of
-embeddings. No torch."""
+"""Rows of images in a worker: the tower computes them a few pieces at a time; steps use them instead of embeddings.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from .tower import Tower, TowerAttend, TowerPass
 
 
 class ImageRows(Generic[Array]):
-    """An ImageRows holds the rows of encoded images, and the passes of those that are being encoded, by first id."""
+    """The rows of encoded images, and the passes of images in progress, by first id."""
 
     def __init__(self, tower: Tower[Array]):
         self._tower: Tower[Array] = tower
@@ -28,8 +30,10 @@ class ImageRows(Generic[Array]):
         self._firsts = np.empty(0, np.int64)
 
     def encode(self, message: EncodeImage) -> EncodedImage:
-        """Does more of the tower's work on an image. A failure is returned and not raised; the image's rows are NaN
-        then, so that a request that reads them gets an error."""
+        """Continue the tower's work on an image. A failure is returned, not raised.
+
+        The image's rows are NaN then, so that a request that reads them gets an error.
+        """
         first = int(message.ids[0])
         if message.tiles is None and first not in self._runs and first in self._images:
             return EncodedImage(True)
@@ -45,15 +49,17 @@ class ImageRows(Generic[Array]):
         return EncodedImage(True, error)
 
     def drop(self, firsts: tuple[int, ...]) -> None:
-        """Drops the rows of these images, and their passes."""
+        """Drop the rows and the passes of these images."""
         for first in firsts:
             self._runs.pop(first, None)
             self._images.pop(first, None)
         self._firsts = np.array(sorted(self._images), np.int64)
 
     def rows(self, tokens: np.ndarray) -> MediaRows[Array] | None:
-        """Returns the rows of images among a step's rows with these ids; None where there are none. Raises ValueError
-        for rows that have not been made."""
+        """Return the rows of images for a step's rows with these ids, or None if there are none.
+
+        Raise ValueError for rows of an image that is not encoded.
+        """
         at = np.flatnonzero(tokens >= MEDIA_BASE)
         if not len(at):
             return None
@@ -63,7 +69,7 @@ class ImageRows(Generic[Array]):
         for number, image in enumerate(images.tolist()):
             of_image = image_of == number
             if image < 0 or ids[of_image].max() > (entry := self._images[int(self._firsts[image])])[0][-1]:
-                raise ValueError("a step has rows of an image that the tower has not made")
+                raise ValueError("a step has rows of an image that is not encoded")
             image_ids, rows = entry
             index[of_image] = start + np.searchsorted(image_ids, ids[of_image])
             parts.append(rows)
@@ -73,7 +79,7 @@ class ImageRows(Generic[Array]):
         return MediaRows(arrays.send(at), arrays.take(values, arrays.send(index)))
 
     def _go_on(self, first: int, message: EncodeImage) -> bool:
-        """Does a message's work, and returns whether the image's rows are there."""
+        """Do the work of a message, and return whether the image's rows are available."""
         tower = self._tower
         if message.tiles is not None:
             self._runs[first] = tower.start(self._arrays.send(message.tiles), self._attend)
@@ -82,7 +88,7 @@ class ImageRows(Generic[Array]):
             return False
         rows = tower.finish(run)
         if len(rows) != len(message.ids):
-            raise ValueError(f"the tower made {len(rows)} rows of an image that has {len(message.ids)}")
+            raise ValueError(f"the tower made {len(rows)} rows of an image that needs {len(message.ids)}")
         (numbers,) = self._arrays.fetch(self._arrays.float32(rows))()
         if not np.isfinite(numbers).all():
             raise ValueError("the tower's results are not finite numbers")
@@ -95,12 +101,12 @@ class ImageRows(Generic[Array]):
 
 
 def image_part(tower: Tower[Array]) -> WorkerPart:
-    """Returns the part of a worker that has a tower, and the rows of images."""
+    """Return the worker part with a tower and the rows of images."""
     images = ImageRows(tower)
 
     def encode(worker: Worker, message: EncodeImage) -> Ticket:
         encoded = images.encode(message)
-        tower.executor.wait()  # the host measures how long the work takes
+        tower.executor.wait()  # the engine measures how long the work takes
         return CompletedTicket(encoded)
 
     def drop(worker: Worker, message: DropImages) -> Ticket:

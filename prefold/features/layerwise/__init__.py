@@ -1,1 +1,1 @@
-"""Models larger than memory: all rows of a window go through one layer after the other, whose weights are read once."""
+"""Models larger than memory: all rows of a window pass one layer, then the next, so weights are read once a window."""

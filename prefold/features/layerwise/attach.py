@@ -1,4 +1,4 @@
-"""Enters passes layer by layer in the tables of the core. No torch."""
+"""Register the layer-by-layer pass in the core's tables. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ add_counter(FeatureCounter("weight_bytes", title="read", text=_bytes, is_brief=T
 
 
 def _part(model: CausalLM, checkpoint: Checkpoint | None, seed: int) -> None:
-    """PyTorch's executor holds all weights."""
+    """Return None: PyTorch's executor always has all weights in memory."""
 
 
 def _native_part(model: NativeModel, checkpoint: Checkpoint | None, seed: int) -> WorkerPart | None:

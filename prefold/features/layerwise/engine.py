@@ -1,6 +1,6 @@
-"""The host's part of passes layer by layer: it joins the steps of a window into one message. No torch.
+"""The engine side of the layer-by-layer pass: it joins the steps of a window into one message. No torch.
 
-The steps and their cuts are those of the planner without this feature, so that results are the same, bit for bit.
+The planner makes the steps and their cuts as it does without this feature, so results are bit-equal.
 """
 
 from __future__ import annotations
@@ -19,58 +19,57 @@ from ...engine.schedule.windows import PlannedStep, StreamPlanner
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseFacts:
-    """What the host knows of a model whose weights are read layer by layer. max_rows: the most rows of a message"""
+    """Facts about a model that runs layer by layer."""
 
-    max_rows: int
+    max_rows: int  # the most rows of one message
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerwiseStep(Message):
-    """A LayerwiseStep asks for neighbouring steps of one row stream, layer by layer: a layer runs over all of them
-    before the next layer does.
+    """A request for neighbouring steps of one row stream: each layer runs over all steps before the next layer runs.
 
-    Its result is a LayerwiseResult, with the values of the first step, then those of the second, and so on.
+    Its result is a LayerwiseResult with the values of all steps, in the order of the steps.
     """
 
     steps: tuple[StreamStep, ...]
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows go through the model's position-wise layers."""
+        """Return the number of rows that pass the position-wise layers."""
         return sum(step.num_rows for step in self.steps)
 
     @property
     def path(self) -> int:
-        """Return how many rows are above the first step."""
+        """Return the number of path rows above the first step."""
         return self.steps[0].path
 
     @property
     def keep(self) -> np.ndarray:
-        """Return the keys that are kept after one of the steps: the most that are."""
+        """Return the longest list of keys that any of the steps stores. Callers use its length."""
         return max((step.keep for step in self.steps), key=len)
 
     @property
     def tokens(self) -> np.ndarray:
-        """Return the tokens of all rows, int32."""
+        """Return the token ids of all rows, int32."""
         return np.concatenate([step.tokens for step in self.steps])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerwiseResult(StepResult):
-    """The values that the steps of a LayerwiseStep read. bytes_read: bytes of weights that were read for them"""
+    """The values that the steps of a LayerwiseStep read."""
 
-    bytes_read: int = 0
+    bytes_read: int = 0  # bytes of weights read for these steps
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlannedSteps(PlannedStep):
-    """A PlannedSteps is a planned LayerwiseStep. steps: those that it joins"""
+    """A planned LayerwiseStep."""
 
-    steps: tuple[PlannedStep, ...]
+    steps: tuple[PlannedStep, ...]  # the steps that it joins
 
     @classmethod
     def of(cls, steps: Sequence[PlannedStep]) -> PlannedSteps:
-        """Return the steps as one."""
+        """Join neighbouring steps."""
         sizes = [len(step.message.read_out.rows) for step in steps]
         firsts = np.cumsum([0, *sizes[:-1]])
         message: Any = LayerwiseStep(tuple(step.message for step in steps))
@@ -86,13 +85,13 @@ class PlannedSteps(PlannedStep):
 
 
 class LayerwisePlanner:
-    """A LayerwisePlanner joins steps of another planner, as many as have `max_rows` rows together, but one at least."""
+    """A planner that joins steps of another planner, up to `max_rows` rows together, but always at least one step."""
 
     def __init__(self, inner: StreamPlanner, max_rows: int):
         self._inner, self._max_rows = inner, max_rows
 
     def plan(self, max_rows: int | None = None) -> PlannedStep | None:
-        """Return the next steps as one; None: every row has been planned. max_rows: the most rows of each step"""
+        """Return the next steps as one, or None if every row is planned. max_rows: the most rows of each single step"""
         steps, rows = list[PlannedStep](), 0
         while (step := self._inner.plan(max_rows)) is not None:
             rows += step.message.num_rows
@@ -103,10 +102,10 @@ class LayerwisePlanner:
         return PlannedSteps.of(steps) if steps else None
 
     def commit(self, step: PlannedStep) -> None:
-        """Do nothing: `plan` has advanced to the rows behind its steps."""
+        """Do nothing, because `plan` has already committed the inner steps."""
 
     def halves(self, step: PlannedStep) -> tuple[PlannedStep, PlannedStep]:
-        """Return the steps of a PlannedSteps as two of them; of a single step its halves."""
+        """Split a PlannedSteps into two: between its steps, or inside its step if it has only one."""
         assert isinstance(step, PlannedSteps)
         if (middle := len(step.steps) // 2) > 0:
             first, second = step.steps[:middle], step.steps[middle:]
@@ -116,7 +115,7 @@ class LayerwisePlanner:
 
 
 class LayerwisePart(EnginePart):
-    """The EnginePart for a model whose weights are read layer by layer. max_rows: as of LayerwiseFacts"""
+    """The engine part for a model that runs layer by layer."""
 
     def __init__(self, facts: LayerwiseFacts, meter: Meter):
         self.max_rows, self._meter = facts.max_rows, meter

@@ -1,4 +1,4 @@
-"""The part of the native worker that runs the steps of a window layer by layer, with one layer's weights in memory."""
+"""The part of the native worker that runs a window layer by layer, with the weights of one layer in memory."""
 
 from __future__ import annotations
 
@@ -30,18 +30,14 @@ WITH_HEAD = ("logits", "logprobs")
 
 @dataclass(frozen=True, slots=True)
 class LayerPaths:
-    """What is held between two windows of a stream.
+    """The rows above the next window of a stream: what the worker stores between two windows."""
 
-    planes  the path in each plane: its K/V alone
-    hidden  as of NativePath
-    """
-
-    planes: tuple[NativePath, ...]
-    hidden: np.ndarray | None = None
+    planes: tuple[NativePath, ...]  # the path in each plane, with K/V alone
+    hidden: np.ndarray | None = None  # hidden states of the path for mean pooling, as in NativePath
 
 
 def layerwise_part(model: NativeModel, loader: PartLoader) -> WorkerPart:
-    """Return the part of a worker for a model whose weights are read by a loader, layer by layer."""
+    """Return the worker part for a model with weights that `loader` reads layer by layer."""
     paths: dict[int, LayerPaths] = {}
 
     def run(worker: NativeWorker, message: LayerwiseStep) -> Ticket:
@@ -69,19 +65,19 @@ def layerwise_part(model: NativeModel, loader: PartLoader) -> WorkerPart:
 
 
 def refuse(loader: PartLoader) -> NoReturn:
-    """Raise the error of a step over slots: InputError, or OutOfMemoryError if the weights do not fit in memory."""
-    message = "layer by layer (--layerwise) a model reads embeddings, scores, labels and decisions in jobs; text"
-    message += " generation, servers and cache_prefill need all weights in memory"
+    """Refuse a step over slots: raise InputError, or OutOfMemoryError if the weights do not fit in free memory."""
+    message = "layer by layer (--layerwise), a model computes only embeddings, scores, labels and decisions of jobs;"
+    message += " text generation, servers and cache_prefill need all weights in memory"
     if (free := available_memory()) < loader.total:
-        size = f"{loader.total / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        size = f"{loader.total / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"
         raise OutOfMemoryError(f"{message}: {size}; use a smaller model, or more memory")
     raise InputError(message, field="layerwise", remedy="use --layerwise off")
 
 
 class LayerwiseWindow:
-    """One pass of neighbouring steps of a row stream through a model, layer by layer.
+    """One pass of neighbouring steps of a row stream through the model, layer by layer.
 
-    Until all layers have run nothing is changed that later steps go on from.
+    The stored path and states change only after all layers have run, so a failed pass can be repeated.
     """
 
     def __init__(
@@ -91,7 +87,7 @@ class LayerwiseWindow:
         steps: Sequence[StreamStep],
         paths: dict[int, LayerPaths],
     ):
-        """paths: of each stream that has not ended, by its number"""
+        """paths: what is stored for each stream that has not ended, by stream number"""
         self._model, self._loader, self._paths = worker.model, loader, paths
         self._workspace = Workspace()
         self._adapters = list(worker.adapters.values())
@@ -102,11 +98,11 @@ class LayerwiseWindow:
         self._before = paths.get(self._stream, LayerPaths(planes))
 
     def run(self) -> LayerwiseResult:
-        """Run all layers, and return the values that are read."""
+        """Run all layers and return the values that the steps read."""
         before = self._loader.bytes_read
         try:
             planes, hidden = self._through_layers(self._embedded())
-            self._workspace = Workspace()  # the heads take the memory of buffers
+            self._workspace = Workspace()  # frees the layers' buffers, so that the heads can use the memory
             result, above = self._read(hidden)
         finally:
             self._model.drop_weights()
@@ -129,11 +125,13 @@ class LayerwiseWindow:
         ]
 
     def _through_layers(self, states: list[np.ndarray]) -> tuple[tuple[NativePath, ...], list[np.ndarray]]:
-        """Return the path above the next step in each plane, and the hidden states that each step reads. states: the
-        residual stream of each step, which is written into"""
+        """Return (the path above the next step in each plane, the hidden states that each step reads).
+
+        states: the residual stream of each step; overwritten
+        """
         config = self._model.config
         visits, planes, reading = visits_of(config), list(self._before.planes), config.reading_layer
-        # Layers behind that one have none but the rows that are read, and no plane.
+        # Layers after `reading` compute only the rows that are read, and have no plane of their own.
         parts = [*((visit,) for visit in visits[:reading]), tuple(visits[reading:])]
         for part in parts:
             number, plane, like = part[0]
@@ -150,8 +148,11 @@ class LayerwiseWindow:
     def _through_layers_of(
         self, visits: tuple[Visit, ...], is_last: bool, path: NativePath, states: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], NativePath]:
-        """Return the residual stream of each step after layers of which only the first has a plane or states, or after
-        the last layer the hidden states that are read; and the path above the next step in the plane."""
+        """Run layers. Only the first of them may have a plane or states.
+
+        Return (each step's residual stream, or after the last layer its hidden states that are read; the path above the
+        next step in the plane).
+        """
         program, after = self._program(Part(visits, is_last=is_last, ends=is_last)), list[np.ndarray]()
         visit = visits[0]
         has_plane = visit[1] >= 0
@@ -169,7 +170,7 @@ class LayerwiseWindow:
 
     @contextmanager
     def _carried(self, layer: int, step: StreamStep) -> Iterator[CallFields]:
-        """Yield further fields of the kernels' call of a layer over a step."""
+        """Yield the extra fields of the kernel call for a layer and a step, such as recurrent states."""
         with ExitStack() as stack:
             fields: dict[str, Any] = {}
             for carry in self._carries:
@@ -177,14 +178,14 @@ class LayerwiseWindow:
             yield fields
 
     def _read(self, hidden: Sequence[np.ndarray]) -> tuple[StepResult, np.ndarray | None]:
-        """Return the values of all steps, and for mean pooling the hidden states of the path above the next step."""
+        """Return (the values of all steps, for mean pooling the hidden states of the path above the next step)."""
         self._loader.load_heads(lm_head=self._readout.kind in WITH_HEAD)
         arrays, above, results = NumpyArrays(self._model.kernels), self._before.hidden, list[StepResult]()
         for batch, states in zip(self._batches, hidden, strict=True):
             above = None if above is None else above[: batch.step.path]
             ticket, above = read_stream(arrays, self._model, batch, above, states)
             values = ticket.result()
-            # The memory of logits is used again by the next step.
+            # The next step overwrites the memory of these values.
             results.append(StepResult(values.values.copy(), values.greedy))
         greedy = [one.greedy for one in results if one.greedy is not None]
         return StepResult(

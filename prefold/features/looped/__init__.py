@@ -1,4 +1,4 @@
-"""Looped models: families, visits, routes and exits, with a scheduler, a cache and a part of either worker.
+"""Looped models: families, visits, routes and exits. Each worker and the engine have a part for them.
 
 Only `model`, `train` and `worker` import torch.
 """

@@ -1,4 +1,4 @@
-"""Enters looped models in the tables of the core. No torch."""
+"""Register looped models in the core's tables. No torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from ...worker.torch.model import CausalLM
 
 _PREFIX_LM = (
-    "it is a prefix-LM (prefix_lm): the tokens of a prompt see those behind them too, so that no two prompts share the "
+    "it is a prefix-LM (prefix_lm): the tokens of a prompt see the tokens behind them, so no two prompts share the "
     "computation of a prefix; causal models work"
 )
 _INKLING = (
-    "its loops mix messages of the loop before into queries, keys, values and MLPs, and its layers attend to blocks of "
-    "earlier layers and have biases of relative positions and short convolutions beside attention, which prefold does "
-    "not compute; of looped models Dory, Huginn and Ouro work"
+    "its loops mix messages of the previous loop into queries, keys, values and MLPs, and its layers have attention to "
+    "blocks of earlier layers, biases of relative positions and short convolutions, which prefold does not compute; "
+    "supported looped models are Dory, Huginn and Ouro"
 )
 _REFUSED = {f"HrmText{end}": _PREFIX_LM for end in ("ForCausalLM", "Model")}
 _REFUSED |= {

@@ -1,4 +1,4 @@
-"""What a looped model is, as data: how its layers are visited, which exits a request may ask for, and the families.
+"""Looped models as data: how their layers are visited, which exits a request may ask for, and the families.
 
 A family is a function from a Hugging Face config (a dict) to a ModelConfig. No torch.
 """
@@ -36,20 +36,21 @@ ROUTING_KINDS = ("fixed", "soft", "hard", "top", "planned")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A Routing says how a looped model's router picks the block of each visit, or that there are no more visits.
+    """How a looped model's router picks the block of each visit, or ends the visits.
 
-    A request makes one visit at least, and at most as many as the order of its Loop has.
+    A request makes at least one visit, and at most as many as its Loop's order has.
 
-    kind       "fixed": the router is not asked; the visits are those of the order. "soft": every block is visited, and
-               their outputs are mixed by the router's probabilities. "hard": the likeliest block. "top": the `top`
-               likeliest, mixed. "planned": all visits at once before the first one, by the planner, each as with "hard"
-    reads      the router's input: "request": the mean and the last of the states of a prompt's rows, so that all of
-               these rows take one route, and the rows generated after them too; "row": a row's own state, so that each
-               row takes a route of its own
-    threshold  there are no more visits where the probability of leaving is at least this (not with "soft", which goes
-               on with the share that has not left)
-    top        how many blocks "top" mixes
-    planner    whether there is a planner beside the router
+    Attributes:
+        kind: "fixed": the router is not used, and the visits follow the order. "soft": every visit runs all blocks, and
+            the router's probabilities mix their outputs. "hard": the likeliest block. "top": the `top` likeliest
+            blocks, mixed. "planned": the planner picks all visits before the first one, each as with "hard"
+        reads: the router's input. "request": the mean and the last of the states of a prompt's rows; all rows of the
+            prompt, and the rows generated after it, then have one route. "row": a row's own state; each row has its
+            own route
+        threshold: no more visits follow if the probability of leaving is at least this. ("soft" ignores it: the share
+            that has not left continues)
+        top: number of blocks that "top" mixes
+        planner: there is a planner beside the router
     """
 
     kind: Literal["fixed", "soft", "hard", "top", "planned"] = "hard"
@@ -63,11 +64,11 @@ class Routing:
         _check_choice("reads", self.reads, ("request", "row"))
         _check_threshold(self.threshold)
         if self.top < 1:
-            raise UnsupportedModelError(f"top is {self.top}; at least one block is visited")
+            raise UnsupportedModelError(f"top is {self.top}; it must be at least 1")
         if self.kind == "planned" and not self.planner:
-            raise UnsupportedModelError('kind is "planned" and planner is false; a planner has weights of its own')
+            raise UnsupportedModelError('kind is "planned", but planner is false; a planner has its own weights')
         if self.planner and self.reads == "row":
-            raise UnsupportedModelError('planner is true and reads is "row"; a planner reads requests')
+            raise UnsupportedModelError('planner is true, but reads is "row"; a planner reads requests')
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -80,35 +81,36 @@ def _check_threshold(value: float) -> None:
         raise UnsupportedModelError(f"threshold is {value}; it must be above 0 and at most 1")
 
 
-# More planes than any model has come from a damaged config.
+# A config with more planes than this is damaged.
 MOST_PLANES = 2**14
-# What a gate that does not read states reads: see `Gate`.
+# Number of features that a gate reads with gate_reads="features" (`gates.features_of`).
 GATE_FEATURES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A Loop says in which order a looped model goes through its layers, and after which visit rows are read.
+    """The order in which a looped model runs its layers, and the visit after which rows are read.
 
-    The layers of the model are those of the prelude, then those of each block, as many in one as in another, then those
-    of the coda. A pass of rows goes through the prelude once, through one block a visit, and through the coda once.
+    The model's layers are the prelude, then the blocks, all of the same size, then the coda. A pass runs the prelude
+    once, one block per visit, and the coda once.
 
-    blocks     how many blocks there are
-    order      the block of each visit, from 0: as many as there are visits. With a router it is the route that is taken
-               where the router is not asked, and there are at most so many visits
-    prelude    layers of the prelude
-    coda       layers of the coda
-    between    what the visits do to the residual stream. "nothing"; "norm": each visit ends with the model's final
-               norm; "inject": a linear mixes the prelude's output into the residual stream before each visit, the
-               stream begins as noise, and the last visit ends with the model's final norm, as does reading after an
-               earlier one; "add": each visit begins with the final norm of the stream plus that of the prelude's output
-    noise      the standard deviation of the noise that the stream begins as
-    seed       the seed of the noise, which also depends on a row's position
-    gate       whether a linear gives each row's probability of leaving after a visit
-    gate_reads the gate's input: "state", the state as it is read, or "features", four numbers made of it (see `Gate`)
-    threshold  a row is read after the first visit at which its probability of having left is at least this; 1: it is
-               read after the last visit. All rows make all visits, so K/V do not depend on it
-    router     how a router picks the blocks; None: they are those of the order
+    Attributes:
+        blocks: number of blocks
+        order: the block of each visit, from 0. With a router: the route without the router, and the maximum number of
+            visits
+        prelude: number of layers of the prelude
+        coda: number of layers of the coda
+        between: what visits do to the residual stream. "nothing". "norm": each visit ends with the model's final norm.
+            "inject": the stream starts as noise, and a linear mixes the prelude's output into it before each visit; the
+            final norm follows the last visit, or an earlier one after which a row is read. "add": each visit starts
+            with the final norm of the stream plus the final norm of the prelude's output
+        noise: standard deviation of the noise
+        seed: seed of the noise, which also depends on a row's position
+        gate: a linear computes each row's probability of leaving after a visit
+        gate_reads: the gate's input. "state": the state as it is read. "features": four numbers (`gates.features_of`)
+        threshold: a row is read after the first visit at which its probability of having left is at least this; 1:
+            after the last visit. All rows make all visits, so K/V do not depend on the threshold
+        router: picks the blocks; None: they follow the order
     """
 
     blocks: int
@@ -125,34 +127,38 @@ class Loop:
 
     def __post_init__(self) -> None:
         if self.blocks < 1:
-            raise UnsupportedModelError(f"blocks is {self.blocks}; a looped model has at least one")
+            raise UnsupportedModelError(f"blocks is {self.blocks}; a looped model has at least one block")
         if not self.order:
             raise UnsupportedModelError("order is empty; a pass makes at least one visit")
         for block in self.order:
             if not 0 <= block < self.blocks:
-                raise UnsupportedModelError(f"order names the block {block}; the model has 0 to {self.blocks - 1}")
+                raise UnsupportedModelError(
+                    f"order names the block {block}; the model has blocks 0 to {self.blocks - 1}"
+                )
         _check_choice("between", self.between, ("nothing", "norm", "inject", "add"))
         _check_choice("gate_reads", self.gate_reads, ("state", "features"))
         _check_threshold(self.threshold)
         if self.threshold < 1 and not self.gate:
-            raise UnsupportedModelError(f"threshold is {self.threshold} and gate is false; rows leave by a gate only")
+            raise UnsupportedModelError(
+                f"threshold is {self.threshold}, but gate is false; only a gate lets rows leave"
+            )
         if self.gate and self.coda:
             raise UnsupportedModelError(
-                f"gate is true and coda is {self.coda}; a model with a coda has one exit, after it"
+                f"gate is true, but coda is {self.coda}; a model with a coda has only one exit, after the coda"
             )
         if self.router is not None:
             if self.router.top > self.blocks:
                 raise UnsupportedModelError(f"router.top is {self.router.top}; the model has {self.blocks} blocks")
             if lost := sorted(set(range(self.blocks)) - set(self.order)):
-                raise UnsupportedModelError(f"order leaves out the block {lost[0]}, which the router may pick")
+                raise UnsupportedModelError(f"order lacks the block {lost[0]}, which the router may pick")
 
     @property
     def has_prelude(self) -> bool:
-        """Returns whether something comes before the first visit: layers, or a state that each visit is given."""
+        """Return whether something runs before the first visit: layers, or the state that each visit gets."""
         return self.prelude > 0 or self.between in ("inject", "add")
 
     def per_block(self, layers: int) -> int:
-        """Returns how many layers a block of a model of `layers` layers has."""
+        """Return the number of layers of a block, in a model with `layers` layers."""
         rest = layers - self.prelude - self.coda
         if rest < self.blocks or rest % self.blocks:
             raise UnsupportedModelError(
@@ -162,20 +168,23 @@ class Loop:
         return rest // self.blocks
 
     def block(self, number: int, layers: int) -> range:
-        """Returns the layers of a block, of a model of `layers` layers."""
+        """Return the layers of a block, in a model with `layers` layers."""
         size = self.per_block(layers)
         return range(self.prelude + number * size, self.prelude + (number + 1) * size)
 
     def visited(self, layers: int) -> tuple[int, ...]:
-        """Returns the layer that each plane is of, of a model of `layers` layers, in the order of a pass."""
+        """Return the layer of each plane in the order of a pass, in a model with `layers` layers."""
         planes = self.prelude + len(self.order) * self.per_block(layers) + self.coda
         if planes > MOST_PLANES:
-            raise UnsupportedModelError(f"a pass visits {planes:,} layers; it may visit {MOST_PLANES:,}")
+            raise UnsupportedModelError(f"a pass visits {planes:,} layers; at most {MOST_PLANES:,} are allowed")
         visits = (layer for number in self.order for layer in self.block(number, layers))
         return (*range(self.prelude), *visits, *range(layers - self.coda, layers))
 
     def check_route(self, route: Sequence[int], name: str = "the route") -> None:
-        """Raises InputError for a route that is empty, longer than the order, or names no block. name: its name."""
+        """Raise InputError if a route is empty, longer than the order, or names an unknown block.
+
+        name: the route's name in errors
+        """
         if not 1 <= len(route) <= len(self.order):
             raise InputError(
                 f"{name} has {len(route)} visits", field="route", remedy=f"give 1 to {len(self.order)} blocks"
@@ -189,25 +198,22 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopedConfig(ModelConfig):
-    """A LoopedConfig is a ModelConfig that has a plane for each layer of each visit.
-
-    loop  how the layers are visited
-    """
+    """The config of a looped model: it has one plane for each layer of each visit."""
 
     model: ClassVar[str] = "prefold.features.looped.model:LoopedLM"
 
-    loop: Loop
+    loop: Loop  # how the layers are visited
 
     @classmethod
     def of(cls, config: ModelConfig, loop: Loop) -> LoopedConfig:
-        """Returns a looped model of the layers of another one."""
+        """Return the config of a looped model with the layers of `config`."""
         own = {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
         return cls(**own | {"planes": tuple(config.planes[i] for i in loop.visited(config.layers)), "loop": loop})
 
     def check_exits(self, exits: Exits) -> None:
-        """Raises InputError for values that cannot be, and for what the model has not: a gate, or visits.
+        """Raise InputError for invalid values, and for exits that need a gate or visits that the model lacks.
 
-        Whether an engine can follow them is for the engine to say (`EnginePart.check`).
+        `EnginePart.check` checks whether the engine's mode can follow the exits.
         """
         for name, value, most in (("exit_threshold", exits.threshold, 1), ("exit_change", exits.change, math.inf)):
             if value is not None and not (
@@ -216,12 +222,12 @@ class LoopedConfig(ModelConfig):
                 remedy = "give a number above 0" + (", at most 1" if most == 1 else "")
                 raise InputError(f"{name} is {value!r:.80}", field=name, remedy=remedy, code="out_of_range")
         if exits.threshold is not None and not self.loop.gate:
-            message = f"exit_threshold is {exits.threshold!r}, and the model has no gate"
+            message = f"exit_threshold is {exits.threshold!r}, but the model has no gate"
             raise InputError(message, field="exit_threshold", remedy="leave it out", code="no_gate")
         if exits.route is not None:
             self.loop.check_route(exits.route)
         if any(visits < 1 for visits in exits.visits):
-            raise InputError("exit_visits names fewer visits than one", field="exit_visits", remedy="give 1 or more")
+            raise InputError("exit_visits has a number below 1", field="exit_visits", remedy="give 1 or more")
         visits = len(self.loop.order if exits.route is None else exits.route)
         for name, value in (("min_visits", exits.min_visits), ("max_visits", exits.max_visits)):
             if value is not None and not 1 <= value <= visits:
@@ -237,14 +243,16 @@ class LoopedConfig(ModelConfig):
 
     @property
     def first_planes(self) -> list[int]:
-        """Return the first plane of each layer, whose window and rotation all visits to the layer have; 0 for a layer
-        that only routes of requests visit."""
+        """Return the first plane of each layer; 0 for a layer that only routes of requests visit.
+
+        All visits to a layer have the window and rotation of its first plane.
+        """
         visited = list(self.visited)
         return [visited.index(layer) if layer in visited else 0 for layer in range(self.layers)]
 
     @property
     def fixed(self) -> str:
-        return super().fixed or "it is looped, and what its rows have at a visit may depend on more than their tokens"
+        return super().fixed or "it is looped, so its rows at a visit may depend on more than their tokens"
 
     @property
     def resident(self) -> str:
@@ -254,7 +262,7 @@ class LoopedConfig(ModelConfig):
         return replace(super().program(copies), beside=tuple(self._weights_beside()))
 
     def _weights_beside(self) -> Iterator[Weight]:
-        """Yields what the gate, the router and the mix before each visit need. All but the mix is float32."""
+        """Yield the weights of the gate, the router and the mix before each visit. All but the mix are float32."""
         loop, hidden = self.loop, self.hidden
 
         def linear(name: str, rows: int, inputs: int, *, bias: bool = False, wide: bool = True) -> Iterator[Weight]:
@@ -285,7 +293,7 @@ class LoopedConfig(ModelConfig):
         return 2 * self.hidden**2 if self.loop.between == "inject" else 0
 
 
-# What Huginn's settings must say where they say anything; other values are of models that differ in more than size.
+# The supported value of settings of Huginn that may be absent. Other values belong to models of another structure.
 HUGINN = {
     "block_class_name": "SandwichBlock",
     "norm_class_name": "RMSNorm_llama",
@@ -297,7 +305,7 @@ HUGINN = {
     "test_time_noise": 0,
 }
 
-# What checkpoints call the parts of these models.
+# Names of Ouro's parts in checkpoints.
 OURO = Names(
     parts={
         "early_exit_gate": ("gate",),
@@ -309,9 +317,9 @@ OURO = Names(
 
 
 def ouro(hf: HFConfig) -> ModelConfig:
-    """Returns the config of an Ouro (LoopLM): all layers `total_ut_steps` times, each time ended by the final norm.
+    """Return the config of an Ouro (LoopLM): all layers `total_ut_steps` times, each time ended by the final norm.
 
-    The norms are those of Gemma 3. `early_exit_step` reads every row after the visit of that number, from 0.
+    The norms are as in Gemma 3. With `early_exit_step`, every row is read after the visit of this number, from 0.
     """
     hf = Settings.of(hf)
     visits = _visits(hf, "total_ut_steps", 4)
@@ -322,14 +330,14 @@ def ouro(hf: HFConfig) -> ModelConfig:
     if not 0 < threshold <= 1:
         raise UnsupportedModelError(f"early_exit_threshold is {threshold}; it must be above 0 and at most 1")
     if step is not None and visits == step + 1:
-        threshold = 1.0  # the step decides
+        threshold = 1.0  # early_exit_step decides
     config = decoder(hf, windows=qwen_windows(hf), out_norms=True, names=OURO)
     loop = Loop(blocks=1, order=(0,) * visits, between="norm", gate=True, threshold=float(threshold))
     return LoopedConfig.of(config, loop)
 
 
 def huginn_names(prelude: int, core: int) -> Names:
-    """Returns the names of a Huginn with so many layers in its prelude and in its core."""
+    """Return the names of a Huginn with these numbers of layers in its prelude and its core."""
     return Names(
         prefix="transformer.",
         lists={"prelude": 0, "core_block": prelude, "coda": prelude + core},
@@ -352,12 +360,15 @@ def huginn_names(prelude: int, core: int) -> Names:
 
 
 def huginn(hf: HFConfig) -> ModelConfig:
-    """Returns the config of a Huginn (RavenForCausalLM): a prelude, a core that is visited `mean_recurrence` times, and
-    a coda. The state that the core begins with is drawn from the seed `state_seed`, 0 unless it is given."""
+    """Return the config of a Huginn (RavenForCausalLM): a prelude, a core that is visited `mean_recurrence` times, and
+    a coda.
+
+    The initial state of the core is drawn from the seed `state_seed` (default: 0).
+    """
     hf = Settings.of(hf)
     for key, value in HUGINN.items():
         if hf.get(key) not in (None, value):
-            raise UnsupportedModelError(f"{key} is {hf[key]!r}; {value!r} works")
+            raise UnsupportedModelError(f"{key} is {hf[key]!r}; only {value!r} is supported")
     heads = hf.size("n_heads", None) or hf.size("num_attention_heads")
     if hf.size("num_key_value_heads", heads) != heads:
         raise UnsupportedModelError(f"num_key_value_heads is {hf['num_key_value_heads']}; it must be the {heads} heads")
@@ -393,14 +404,14 @@ def huginn(hf: HFConfig) -> ModelConfig:
             prelude=prelude,
             coda=coda,
             between="inject",
-            # The deviation that weights begin with, times the factor of embeddings.
+            # The standard deviation of initial weights, times the embedding scale.
             noise=(2 / (5 * hidden)) ** 0.5 * hidden**0.5,
             seed=hf.size("state_seed", 0, least=0, most=2**63),
         ),
     )
 
 
-# What Dory's checkpoints call the parts. In some each layer is two: attention, and the MLP behind it.
+# Names of Dory's parts in checkpoints. Some checkpoints count attention and the MLP after it as two layers.
 DORY = Names(
     prefix="backbone.",
     before=r"model\.",
@@ -419,16 +430,18 @@ DORY = Names(
 
 
 def dory(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Dory: nGPT, whose layers between the first and the last ones are visited
-    `n_recurrent_loops` times. Each visit begins with the state plus what the input layers gave, both normed."""
+    """Return the config of Dory: nGPT with `n_recurrent_loops` visits to the layers between the first and the last.
+
+    Each visit starts with the norm of the state plus the norm of the input layers' output.
+    """
     hf = {"sliding_window": 1024, "head_dim": 256, "num_key_value_heads": 4} | Settings.of(hf)
     loops, mode = _visits(hf, "n_recurrent_loops", 2), hf.text("recurrent_kv_cache_mode", "per_loop")
     _check_choice("recurrent_kv_cache_mode", mode, ("per_loop", "last_loop"))
     if mode == "last_loop" and loops > 1:
         raise UnsupportedModelError(
-            'recurrent_kv_cache_mode is "last_loop": earlier loops of a row then see the keys and values that the last '
-            "loop left of rows of earlier calls, and their own of rows of the same call, so a shared prefix depends on "
-            'how prompts are cut; set it to "per_loop" in config.json'
+            'recurrent_kv_cache_mode is "last_loop": earlier loops of a row then see the last loop\'s keys and values '
+            "for rows of earlier calls, but their own for rows of the same call, so a shared prefix depends on how "
+            'prompts are cut; set it to "per_loop" in config.json'
         )
     counts = {
         "num_hidden_layers": num_layers(hf),
@@ -437,11 +450,11 @@ def dory(hf: HFConfig) -> ModelConfig:
         "n_output_layers": hf.size("n_output_layers", 8, least=0, most=MOST_LAYERS),
     }
     types = hf.texts("layer_types", None)
-    if types is not None and "mlp" in types:  # attention and MLPs are listed one by one
+    if types is not None and "mlp" in types:  # attention and MLPs are listed as separate layers
         if set(types[1::2]) != {"mlp"}:
-            raise hf.wrong("layer_types", 'a list where each second entry is "mlp", or none is')
+            raise hf.wrong("layer_types", 'a list in which each second entry is "mlp", or none is')
         if odd := [key for key, count in counts.items() if count is not None and count % 2]:
-            raise hf.wrong(odd[0], 'an even number, as layer_types lists "mlp" apart')
+            raise hf.wrong(odd[0], 'an even number, because layer_types lists "mlp" separately')
         types, counts = types[::2], {key: count and count // 2 for key, count in counts.items()}
     layers, prelude, core, coda = counts.values()
     if core is not None and prelude + core + coda != layers:
@@ -452,7 +465,7 @@ def dory(hf: HFConfig) -> ModelConfig:
         raise hf.wrong("rope_parameters", f"an object with settings for {FULL} and {SLIDING}")
     for place in (hf, *map(given.settings, bases)):
         if place.get("partial_rotary_factor") not in (None, 1):
-            raise place.wrong("partial_rotary_factor", "1, as Dory rotates whole heads")
+            raise place.wrong("partial_rotary_factor", "1, because Dory rotates whole heads")
     ropes = {kind: given.settings(kind) or {"rope_theta": base} for kind, base in bases.items()}
     own = {"num_hidden_layers": layers, "layer_types": types, "rope_parameters": ropes, "rms_norm_eps": 1e-6}
     hidden, dim, deviation = hf.size("hidden_size"), hf.size("head_dim"), hf.number("initializer_range", 0.0177)
@@ -479,8 +492,11 @@ def dory(hf: HFConfig) -> ModelConfig:
 
 
 def looped(hf: HFConfig) -> ModelConfig:
-    """Returns the config of a looped Llama, prefold's own family. The keys of Llama say what a layer is; the object
-    `loop` has the fields of `Loop`, where `visits` may stand for `order`: the blocks in turn, so many times."""
+    """Return the config of a looped Llama, prefold's own family.
+
+    Llama's keys define the layers. The object `loop` has the fields of `Loop`. Instead of `order` it may have `visits`:
+    this many visits to the blocks in turn.
+    """
     hf = Settings.of(hf)
     settings = hf.settings("loop")
     blocks = settings.size("blocks", least=-MOST_LAYERS, most=MOST_LAYERS)
@@ -489,7 +505,7 @@ def looped(hf: HFConfig) -> ModelConfig:
         order = [visit % max(1, blocks) for visit in range(_visits(settings, "visits"))]
     elif not isinstance(order, list) or not all(type(block) is int for block in order):
         raise settings.wrong("order", "a list of numbers of blocks")
-    if router is not None:  # its kind alone may stand for it
+    if router is not None:  # a string is short for an object with this kind
         values = Settings({"kind": router}, settings.file, f"{settings.prefix}router.")
         values = values if isinstance(router, str) else settings.settings("router")
         if unknown := sorted(set(values) - {field.name for field in fields(Routing)}):
@@ -499,7 +515,7 @@ def looped(hf: HFConfig) -> ModelConfig:
 
 
 def _read(kind: type[T], settings: Settings, **values: Any) -> T:
-    """Returns a Loop or a Routing with the fields that are known, and the others as the settings say."""
+    """Return a Loop or a Routing with the given fields, and the other fields from the settings."""
     for entry in fields(kind):
         if entry.name in values:
             continue

@@ -1,5 +1,4 @@
-"""What looped models add to an engine: which exits it can follow, namespaces by route and rule, and the messages. No
-torch."""
+"""Looped models in the engine: which exits it can follow, namespaces by route and rule, and the messages. No torch."""
 
 from __future__ import annotations
 
@@ -38,21 +37,21 @@ from .steps import (
 
 NEVER = float("nan")
 Rule = tuple[float, float, float, float]
-STAYS: Rule = (NEVER, NEVER, 1, np.inf)  # a row of `Passage.leave_after`: the row makes all visits
-MOST_ROUTES = 1 << 16  # of prompts that were routed, for twins of these prompts
+STAYS: Rule = (NEVER, NEVER, 1, np.inf)  # a row of `Passage.leave_after` for a row that makes all visits
+MOST_ROUTES = 1 << 16  # number of prompts with a remembered route
 
 
 def engine_part(worker: Worker, options: EngineOptions) -> EnginePart:
-    """Return the EnginePart for a worker's model. Raise InputError if rows are to leave and cannot."""
+    """Return the engine part for a worker's model. Raise InputError if `exits` lets rows leave but the model cannot."""
     facts, exits = worker.facts.of(LoopedFacts), options.generation.looped.exits
     if exits != "read" and (facts is None or not facts.is_whole):
-        message = f"exits is {exits!r}, which is for looped models in one piece"
+        message = f"exits is {exits!r}, which needs a looped model that is not split over ranks"
         raise InputError(message, field="exits", remedy='use exits "read", and tensor_parallel=1', code="not_looped")
     return NotLooped() if facts is None else LoopedPart(worker, options.generation, facts)
 
 
 class NotLooped(EnginePart):
-    """The EnginePart for a model that is not looped: it refuses exits."""
+    """The engine part for a model that is not looped: it refuses exits."""
 
     def check(self, asked: Asked, sharing: Sharing = "full") -> None:
         if asked.exits is not None:
@@ -60,30 +59,31 @@ class NotLooped(EnginePart):
 
 
 class Ways:
-    """Which way the rows of requests go, and so their namespaces: by route, by rule, and by router.
+    """The ways of requests' rows through the model, and so their namespaces: by route, exit rule and router.
 
-    leaves  whether rows leave for good, by rules or because a router says so; otherwise they make all visits of their
-            route, and are only read earlier
+    Attributes:
+        leaves: rows leave for good, by rules or because a router says so. If false, rows make all visits of their
+            route, and may only be read earlier
     """
 
     def __init__(self, facts: LoopedFacts, exits: str):
-        """exits: as of `LoopedOptions`"""
+        """exits: as in `LoopedOptions`"""
         self._facts, self.leaves = facts, facts.routed or exits != "read"
-        self._routes: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # that the router chose, by prompt
+        self._routes: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # the router's choices, by prompt
 
     def asks(self, exits: Exits | None) -> bool:
         """Return whether a router chooses the route of a request."""
         return self._facts.routed and (exits is None or exits.route is None)
 
     def filled(self, exits: Exits | None) -> Exits:
-        """Return exits with the model's threshold if they have none."""
+        """Return exits with the model's threshold as the default."""
         exits = exits or Exits()
         return replace(exits, threshold=self._facts.threshold) if exits.threshold is None else exits
 
     def namespace_of(
         self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray, key: Hashable = None
     ) -> Namespace:
-        """Return the namespace of a prompt's rows. key: of its request, which may ask the router"""
+        """Return the namespace of a prompt's rows. key: of its request, which may use the router"""
         exits = None if asked is None else asked.exits
         if exits is not None and namespace.part(KeptStates, None) is not None:
             namespace = namespace.with_part(ReadAfter(exits))
@@ -99,45 +99,48 @@ class Ways:
         return namespace if way == MODEL_ORDER else namespace.with_part(way)
 
     def remember(self, namespace: Namespace, tokens: np.ndarray, route: tuple[int, ...]) -> None:
-        """Keep the route that the router chose for a prompt, for later requests with the prompt."""
+        """Remember the router's choice for a prompt, for later requests with the same prompt."""
         self._routes[_place(namespace, namespace.part(Way, MODEL_ORDER), tokens)] = route
         if len(self._routes) > MOST_ROUTES:
             self._routes.popitem(last=False)
 
 
 class LoopedPart(EnginePart):
-    """The EnginePart for a looped model. The scheduler holds its `ways`, and not the part, which holds the worker."""
+    """The engine part for a looped model.
+
+    The scheduler refers to its `ways`, not to the part, because the part refers to the worker.
+    """
 
     def __init__(self, worker: Worker, options: GenerateOptions, facts: LoopedFacts):
         self._worker, self._options, self._facts = worker, options, facts
         self.ways = Ways(facts, options.looped.exits)
         self._keys: Keys = "project" if options.looped.exits == "project" else "last"
-        self._leaving: tuple[object, np.ndarray] | None = None  # computed rows of the last step, and their exits
+        self._leaving: tuple[object, np.ndarray] | None = None  # computed rows of the last step, and their rules
 
     def check(self, asked: Asked, sharing: Sharing = "full") -> None:
         exits = asked.exits
         if sharing == "mlp" and self.in_slots(asked):
             remedy = 'use full or off, or give the LLM looped={"exits": "read"}'
-            raise InputError("rows that leave share all or nothing", field="sharing", remedy=remedy)
+            raise InputError("rows that leave do not work with this sharing", field="sharing", remedy=remedy)
         if exits is None:
             return
         if self.ways.leaves:
             if exits.prompts and self.ways.asks(exits):
-                message = "exit_prompts is given, and the router reads the prompt's rows after each visit"
+                message = "exit_prompts is given, but the router reads the prompt's rows after each visit"
                 raise InputError(message, field="exit_prompts", remedy="leave it out, or give a route", code="no_exits")
             return
         for name in exits.given:
             if name in ("exit_change", "exit_prompts", "exit_visits"):
-                message = f"{name} is given, and rows make all visits"
+                message = f"{name} is given, but rows make all visits"
                 raise InputError(message, field=name, remedy='give the LLM looped={"exits": "save"}', code="no_exits")
             if name in ("min_visits", "max_visits") and not self._facts.gate:
-                message = f"{name} is given, and the model has no gate: its rows are read after the last visit"
+                message = f"{name} is given, but the model has no gate: its rows are read after the last visit"
                 remedy = 'leave it out, or give the LLM looped={"exits": "save"}'
                 raise InputError(message, field=name, remedy=remedy, code="no_gate")
 
     def in_slots(self, asked: Asked) -> bool:
         exits = asked.exits
-        # A row stream shares rows by their tokens alone, and its rows make all visits.
+        # A row stream shares rows by their tokens alone, and all its rows make all visits.
         return self.ways.asks(exits) or (self.ways.leaves and may_leave(self.ways.filled(exits)))
 
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> LoopedScheduler:
@@ -177,9 +180,9 @@ class LoopedPart(EnginePart):
         return np.array(rows, np.float64).reshape(-1, 3)  # None becomes nan
 
     def _leave_after(self, step: Any, ways: Sequence[tuple[Way, int, int]]) -> np.ndarray | None:
-        """Return `Passage.leave_after` of a step. Rows of prompts leave only if their requests say so."""
+        """Return a step's `Passage.leave_after`. Rows of prompts leave only if their requests ask for it."""
         if self._leaving is not None and self._leaving[0] is step.computed_rows:
-            return self._leaving[1]  # the same sequences go on, by the same rules
+            return self._leaving[1]  # the same sequences continue by the same rules
         self._leaving = None
         if all(way.exits is None for way, _, _ in ways):
             return None
@@ -191,7 +194,7 @@ class LoopedPart(EnginePart):
             stop = step.last_row[node] + 1
             exits = ways[bisect_right(starts, stop - 1) - 1][0].exits
             if exits is None or not isinstance(node.tokens, list):
-                continue  # the rows make all visits, or are of a prompt: tokens of a tail are a list that grows
+                continue  # the rows make all visits, or belong to a prompt: only the tokens of a tail are a list
             listed = exits.visits[node.num_computed : node.num_computed + count]
             own: list[Rule] = [(NEVER, NEVER, visits, visits) for visits in listed]
             rules[stop - count : stop] = own if len(own) == count else (own + [_rule(exits)] * count)[:count]
@@ -210,7 +213,7 @@ def _rule(exits: Exits) -> Rule:
 
 
 def _place(namespace: Namespace, way: Way, tokens: np.ndarray) -> Hashable:
-    """Return the name of a prompt whose route the router chooses, whichever request it is of."""
+    """Return the key of a prompt that the router routes. All requests with the prompt have this key."""
     assert way.asker is not None
     return (
         namespace.with_part(replace(way, asker=None)),

@@ -1,7 +1,7 @@
-"""Where rows of a looped model go after a visit: a gate says whether a row leaves, a router which block comes next.
+"""Where rows go after a visit to a block: a gate decides if a row leaves, and a router which block comes next.
 
-A planner computes beforehand the logits that a router computes visit by visit. Both executors run these functions; a
-`LoopedModel` multiplies with the weights. No torch.
+A planner computes the router's logits of all visits beforehand. Both executors run these functions; a `LoopedModel`
+does the products with weights. No torch.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import numpy as np
 from ...worker.arrays import Array, Arrays, ReadModel
 from .config import GATE_FEATURES, LoopedConfig
 
-# What of a batch-invariant model depends on the batch.
+# The parts of a model that depend on the batch even with batch invariance.
 VARIES = "gates and routers of looped models"
-# The noise is cut off at so many standard deviations; the share of the normal distribution within them.
+# The noise is cut off at this number of standard deviations. INSIDE is the probability of a value within them.
 BOUND = 3.0
 INSIDE = math.erf(BOUND / 2**0.5)
-# Rows of noise that are drawn at once: to draw one takes some 40 bytes a column.
+# Rows of noise that are drawn at once, because drawing a row needs about 40 bytes per column.
 DRAWN_ROWS = 128
 _WORD = 2**32 - 1
 
 
 class LoopedModel(ReadModel[Array], Protocol[Array]):
-    """The part of a looped model that each executor has a form of.
+    """The part of a looped model that each executor implements.
 
-    arrays     operations on its arrays
-    multiply   what a linear gives, by the name of its tensors: "gate", "inject", "router.inner", ...
-    weight     any other tensor, by its name
-    norm_rows  the final norm of the residual stream [rows, hidden]
-    rounded    float32 numbers in the dtype of the residual stream
+    Attributes:
+        arrays: operations on its arrays
+        multiply: the output of a linear, by the name of its tensors: "gate", "inject", "router.inner", ...
+        weight: any other tensor, by its name
+        norm_rows: the final norm of the residual stream [rows, hidden]
+        rounded: casts float32 values to the dtype of the residual stream
     """
 
     @property
@@ -47,23 +48,20 @@ class LoopedModel(ReadModel[Array], Protocol[Array]):
 
 @dataclass(frozen=True, slots=True)
 class VisitOutputs(Generic[Array]):
-    """A VisitOutputs holds the outputs of the previous visit that a gate compares with those of the next.
+    """The outputs of the previous visit, which a gate compares with the next visit's."""
 
-    hidden  [rows, hidden]: the states as they were read
-    likely  int64 [rows]: the likeliest token of each row
-    """
-
-    hidden: Array
-    likely: np.ndarray
+    hidden: Array  # [rows, hidden]: the states as they were read
+    likely: np.ndarray  # int64 [rows]: the likeliest token of each row
 
 
 def gate_logits(
     model: LoopedModel[Array], hidden: Array, before: VisitOutputs[Array] | None
 ) -> tuple[Array, VisitOutputs[Array] | None]:
-    """Return the gate's logits of leaving after a visit, float32 [rows], and the VisitOutputs for the next call.
+    """Return (the gate's logits of leaving after a visit, float32 [rows]; the VisitOutputs for the next call).
 
-    hidden  [rows, hidden] as it is read after the visit
-    before  the VisitOutputs of the visit before; None after the first
+    Args:
+        hidden: [rows, hidden] as read after the visit
+        before: the VisitOutputs of the previous visit; None after the first
     """
     if model.config.loop.gate_reads == "state":
         return model.multiply("gate", model.arrays.float32(hidden))[:, 0], None
@@ -74,12 +72,13 @@ def gate_logits(
 def features_of(
     model: LoopedModel[Array], hidden: Array, before: VisitOutputs[Array] | None
 ) -> tuple[Array, VisitOutputs[Array]]:
-    """Return what a gate reads in place of states, float32 [rows, 4], and the VisitOutputs of this visit: of the tokens
-    that the state gives, the largest probability; whether the likeliest is that of the visit before; their entropy over
-    the vocabulary's largest; and the cosine between the state and that of the visit before. After the first visit the
-    second and the last are 0.
+    """Return (the features that a gate reads instead of states, float32 [rows, 4]; the VisitOutputs of this visit).
 
-    They have no gradients: a gate learns what the model says, and not the model to please its gate.
+    The features are: the largest probability of a token; 1 if the likeliest token is the same as after the previous
+    visit; the entropy of the tokens divided by its maximum; the cosine between this state and the previous visit's.
+    After the first visit the second and the last feature are 0.
+
+    They have no gradients: the gate learns from the model, but the model does not learn to please its gate.
     """
     arrays = model.arrays
     logits = model.logits(hidden)
@@ -87,7 +86,7 @@ def features_of(
     wait = arrays.fetch(sums, likely, spread, arrays.largest(logits, 1)[0])
     of_logits, tokens, entropies, largest = wait()
     features = np.zeros((len(tokens), GATE_FEATURES), np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # in a request's own numbers
+    with np.errstate(over="ignore", invalid="ignore"):  # caused by a request's own values
         features[:, 0] = np.exp(largest[:, 0] - of_logits)
         features[:, 2] = entropies / math.log(logits.shape[-1])
         if before is not None:
@@ -102,11 +101,13 @@ def _cosines(arrays: Arrays[Array], x: Array, y: Array) -> np.ndarray:
 
 
 def router_logits(model: LoopedModel[Array], states: Array, visit: int) -> Array:
-    """Return the router's logits of each block and of leaving before a visit, float32 [n, blocks + 1], that of leaving
-    last. It is -inf before the first visit.
+    """Return the router's logits before a visit, float32 [n, blocks + 1]: one per block, and the last for leaving.
 
-    states  float32 [n, inputs], see `summary`
-    visit   the number of the visit that is to come, from 0
+    The logit for leaving is -inf before the first visit.
+
+    Args:
+        states: float32 [n, inputs], from `summary`
+        visit: the number of the next visit, from 0
     """
     inner = model.multiply("router.inner", states) + model.weight("router.step")[visit]
     logits = model.multiply("router.outer", model.arrays.silu(inner))
@@ -116,8 +117,10 @@ def router_logits(model: LoopedModel[Array], states: Array, visit: int) -> Array
 
 
 def planner_logits(model: LoopedModel[Array], states: Array) -> Array:
-    """Return the planner's logits of all visits, float32 [visits, n, blocks + 1], each as `router_logits` has them.
-    states: float32 [n, 2 * hidden], see `summary`, before the first visit: what the embedding and the prelude give"""
+    """Return the planner's logits of all visits, float32 [visits, n, blocks + 1], each as in `router_logits`.
+
+    states: float32 [n, 2 * hidden], from `summary` of the states before the first visit, after embedding and prelude
+    """
     loop = model.config.loop
     logits = model.multiply("planner.outer", model.arrays.silu(model.multiply("planner.inner", states)))
     of_visits = logits.reshape(len(logits), len(loop.order), loop.blocks + 1).swapaxes(0, 1)
@@ -128,8 +131,10 @@ def planner_logits(model: LoopedModel[Array], states: Array) -> Array:
 def summary(arrays: Arrays[Array], last: Array, mean: Array | None = None) -> Array:
     """Return the input of a router, float32 [n, inputs]: each state divided by its root mean square.
 
-    last  [n, hidden]: the residual stream of each request's last prompt row, or of each row
-    mean  [n, hidden]: the mean of the residual stream over each request's prompt rows; None: the router reads rows
+    Args:
+        last: [n, hidden]: the residual stream of each request's last prompt row, or of each row
+        mean: [n, hidden]: the mean of the residual stream over each request's prompt rows; None if the router reads
+            rows
     """
     of_last = _at_unit_size(arrays.float32(last))
     return of_last if mean is None else arrays.beside((_at_unit_size(arrays.float32(mean)), of_last))
@@ -140,20 +145,23 @@ def _at_unit_size(x: Array) -> Array:
 
 
 def choose(logits: np.ndarray, threshold: float | np.ndarray) -> np.ndarray:
-    """Return the number of the likeliest block, or of blocks where there are no more visits: int64 [n].
+    """Return the number of the likeliest block, or `blocks` if no more visits follow: int64 [n].
 
-    logits     float32 [n, blocks + 1]. Of blocks that are as likely the first is chosen
-    threshold  there are no more visits where the probability of leaving is at least this; a number, or an array [n]
+    Args:
+        logits: float32 [n, blocks + 1]. Among equally likely blocks the first wins
+        threshold: no more visits follow if the probability of leaving is at least this; a number, or an array [n]
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # in a request's own numbers
+    with np.errstate(over="ignore", invalid="ignore"):  # caused by a request's own values
         shares = np.exp(logits - logits.max(-1, keepdims=True))
         leaves = shares[:, -1] / shares.sum(-1) >= np.asarray(threshold, np.float32)
     return np.where(leaves, logits.shape[-1] - 1, logits[:, :-1].argmax(-1))
 
 
 def injected(model: LoopedModel[Array], x: Array, prelude: Array | None) -> Array:
-    """Return the residual stream that enters a visit: x, or x and the prelude's output, mixed or added. prelude: as
-    `handed_on` gives it"""
+    """Return the residual stream at the start of a visit: x, or x mixed with or added to the prelude's output.
+
+    prelude: the second result of `handed_on`
+    """
     if prelude is None:
         return x
     if model.config.loop.between == "add":
@@ -162,8 +170,10 @@ def injected(model: LoopedModel[Array], x: Array, prelude: Array | None) -> Arra
 
 
 def handed_on(model: LoopedModel[Array], x: Array, positions: Array) -> tuple[Array, Array | None]:
-    """Return the states that rows have before the first visit, and the part of the prelude's output x that is put in
-    before each visit; None: nothing is. positions: int64 [rows]"""
+    """Return (states before the first visit, the part of the prelude's output x for `injected` or None).
+
+    positions: int64 [rows]
+    """
     between = model.config.loop.between
     if between == "inject":
         return first_states(model, positions), x
@@ -171,28 +181,32 @@ def handed_on(model: LoopedModel[Array], x: Array, positions: Array) -> tuple[Ar
 
 
 def read_state(model: LoopedModel[Array], x: Array) -> Array:
-    """Return hidden states as they are read after any visit, [rows, hidden], of a model without a coda; may write into
-    x, the residual stream [rows, hidden]."""
+    """Return hidden states as read after any visit, [rows, hidden], for a model without a coda.
+
+    x: the residual stream [rows, hidden], which may be overwritten
+    """
     between = model.config.loop.between
-    if between == "norm":  # the visit has ended with it
+    if between == "norm":  # the visit ended with the norm
         return x
-    if between == "inject":  # as in Huginn, which norms before its coda and after it
+    if between == "inject":  # as in Huginn, which has a norm before its coda and after it
         x = model.norm_rows(x)
     return model.norm_rows(x)
 
 
 def first_states(model: LoopedModel[Array], positions: Array) -> Array:
-    """Return the noise that rows have as their state before the first visit, where the prelude's is mixed in.
-    positions: int64 [rows]"""
+    """Return the noise that is the rows' state before the first visit, for between="inject".
+
+    positions: int64 [rows]
+    """
     loop = model.config.loop
     noise = position_noise(model.arrays, loop.seed, positions, model.config.hidden)
     return model.rounded(noise * loop.noise)
 
 
 def position_noise(arrays: Arrays[Array], seed: int, positions: Array, columns: int) -> Array:
-    """Return float32 [rows, columns] of the standard normal distribution within three deviations of 0.
+    """Return normal noise with deviation 1, cut off at three deviations, float32 [rows, columns].
 
-    positions  int64 [rows], below 2**32
+    positions: int64 [rows], below 2**32
     """
     starts = range(0, max(1, len(positions)), DRAWN_ROWS)
     return arrays.join([_drawn(arrays, seed, positions[first : first + DRAWN_ROWS], columns) for first in starts])
@@ -204,13 +218,13 @@ def _drawn(arrays: Arrays[Array], seed: int, positions: Array, columns: int) -> 
     low = _mixed(positions ^ seeds[0], seeds[1])
     high = _mixed(positions ^ seeds[1], ~seeds[0] & _WORD)
     hashes = _mixed(arrays.send(np.arange(columns)) ^ low[:, None], high[:, None])
-    # Between -1 and 1; the sum of integers and of an array of float64 is float64.
+    # Between -1 and 1. The sum of integers and a float64 array is float64.
     uniform = (hashes + arrays.send(np.full(1, 0.5))) * 2.0**-31 - 1.0
     return arrays.float32(arrays.erf_inverse(uniform * INSIDE) * 2**0.5)
 
 
 def _mixed(x: Array, key: Array | int) -> Array:
-    """Return 32 random bits of each number in x, int64 of 32 bits: Wellons' `triple32`, with a key put in midway."""
+    """Return 32 random bits for each 32-bit number in x (int64): Wellons' `triple32`, with a key added midway."""
     x = (x ^ x >> 17) * 0xED5AD4BB & _WORD
     x = (x ^ x >> 11 ^ key) * 0xAC4C1B51 & _WORD
     x = (x ^ x >> 15) * 0x31848BAB & _WORD

@@ -1,4 +1,4 @@
-"""A looped transformer: layers that rows go through several times, each time with K/V of its own."""
+"""A looped transformer: rows pass its layers several times, each time with separate K/V."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from .steps import exits_row
 
 @dataclass(frozen=True, slots=True)
 class RowExits:
-    """When rows of a row stream are read: each of these is a number, or a tensor [rows].
+    """The visits after which rows of a row stream are read. Each field is a number, or a tensor [rows].
 
-    threshold  a row leaves after the first visit at which its probability of having left is at least this; at 1 only
-               after the last one; nan: as the model's config says
-    fewest     visits that it makes at least
-    most       visits that it makes at most; it leaves after the last visit anyway
+    Attributes:
+        threshold: a row leaves after the first visit at which its probability of having left is at least this; 1: only
+            after the last; nan: the model's threshold
+        fewest: minimum number of visits
+        most: maximum number of visits. The last visit ends a row anyway
     """
 
     threshold: float | Tensor = float("nan")
@@ -40,19 +41,21 @@ class RowExits:
 
     @classmethod
     def of(cls, exits: Exits) -> RowExits:
-        """Returns the same exits for all rows that are read."""
+        """Return the same exits for all rows that are read."""
         threshold, fewest, most = exits_row(exits)
         return cls(math.nan if threshold is None else threshold, fewest, most)
 
 
 def visits_at_exit(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tensor:
-    """Returns the visit that each read's row leaves after, from 0: int64 [reads].
-
-    gate     float32 [visits, reads]: the logit of leaving after each visit, of a row that has not left before
-    default  the threshold where `exits` has none
+    """Return the visit after which each read's row leaves, from 0: int64 [reads].
 
     The probability of leaving after visit t is l_t times the product of 1 - l over the visits before, where l is the
-    gate's sigmoid, and what is left of it after the last visit (Ouro: Zhu et al. 2025).
+    gate's sigmoid. After the last visit it is the rest (Ouro: Zhu et al. 2025).
+
+    Args:
+        gate: float32 [visits, reads]: logits of leaving after each visit, if the row has not left before
+        exits: thresholds and limits
+        default: the threshold if `exits` has none
     """
     visits = len(gate)
     share = torch.sigmoid(gate)
@@ -61,7 +64,7 @@ def visits_at_exit(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tenso
     has_left = torch.cumsum(share * before, 0)
     number = torch.arange(1, visits + 1, device=gate.device)[:, None]
     threshold = exits.threshold
-    if not isinstance(threshold, Tensor):  # filled on the device: a copy would wait for it, and breaks off a capture
+    if not isinstance(threshold, Tensor):  # filled on the device: a copy would synchronize, and stop a graph capture
         threshold = torch.full((), threshold, device=gate.device)
     threshold = torch.where(threshold.isnan(), default, threshold)
     leaves = (has_left >= threshold) & (threshold < 1) & (number >= exits.fewest)
@@ -70,7 +73,7 @@ def visits_at_exit(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tenso
 
 
 class Gate(Linear):
-    """The weights of a gate, which gives the logit of a row's leaving after a visit (`gates.gate_logits`)."""
+    """The weights of a gate, which computes the logit of leaving after a visit (`gates.gate_logits`)."""
 
     def __init__(self, config: LoopedConfig, *, device: torch.device):
         inputs = config.hidden if config.loop.gate_reads == "state" else GATE_FEATURES
@@ -103,17 +106,19 @@ def _linear(inputs: int, outputs: int, device: torch.device) -> Linear:
 
 
 class LoopedLM(CausalLM):
-    """A LoopedLM is a CausalLM whose blocks of layers are visited as `config.loop` says.
+    """A CausalLM that visits its blocks of layers in the order of `config.loop`.
 
-    It is called as a CausalLM is, or goes a visit at a time: `start`, one `visit` after another, `finish`.
+    Call it like a CausalLM, or visit by visit: `start`, then `visit` for each visit, then `finish`.
 
-    gate    gives the logit of a row's leaving after a visit; or None
-    router  gives the logits of the next block and of leaving, where `config.loop` has a router; or None. A call of the
-            model does not ask it, and goes through the blocks in their order: see `routed`
-    planner gives the router's logits of all visits before the first one; or None
-    inject  the linear that mixes the prelude's output into the residual stream before each visit; or None
-    prelude, coda  the layers before the first visit, and after the last
-    first   the first plane of each layer
+    Attributes:
+        gate: computes the logit of leaving after a visit; or None
+        router: computes the logits of the next block and of leaving; or None. A call of the model does not use it, and
+            visits the blocks in their order; see `train.routed`
+        planner: computes the router's logits of all visits before the first one; or None
+        inject: the linear that mixes the prelude's output into the residual stream before each visit; or None
+        prelude: the layers before the first visit
+        coda: the layers after the last visit
+        first: the first plane of each layer
     """
 
     config: LoopedConfig
@@ -136,11 +141,13 @@ class LoopedLM(CausalLM):
     def forward(
         self, *inputs: Any, exits: RowExits | None = None, route: Sequence[int] | None = None, **options: Any
     ) -> Tensor:
-        """Returns hidden states as a CausalLM does, from the same arguments: of each row those after the visit that it
-        leaves after.
+        """Return each row's hidden states after the visit after which it leaves.
 
-        exits  after which visit rows are read; None: as `config.loop` says
-        route  the blocks that all rows visit, at most as many as the order has; None: those of the order
+        Args:
+            inputs: as for a CausalLM
+            exits: the visits after which rows are read; None: as in `config.loop`
+            route: the blocks that all rows visit, at most as many as the order has; None: the order
+            options: as for a CausalLM
         """
         if exits is None and self.loop.threshold < 1:
             exits = RowExits()
@@ -162,9 +169,12 @@ class LoopedLM(CausalLM):
         return arguments
 
     def after_each_visit(self, rows: Pass, order: Sequence[int] | None = None) -> list[Tensor]:
-        """Returns hidden states as they are read after each visit, each [rows read, hidden], of rows that `start` gave.
-        order: the blocks in place of the config's, at most as many. Raises InputError for a model with a coda, which is
-        gone through once."""
+        """Return hidden states as read after each visit, each [rows read, hidden], for rows from `start`.
+
+        Raise InputError for a model with a coda, because its coda runs only once.
+
+        order: the blocks to visit, at most as many as in the config's order; None: the config's order
+        """
         if self.loop.coda:
             raise InputError("the model has a coda, so it is read after its last visit only", field="model")
         states = []
@@ -175,12 +185,14 @@ class LoopedLM(CausalLM):
                 states.append(self.finish(rows))
                 continue
             state = rows.stream if rows.read_rows is None else rows.stream[rows.read_rows]
-            states.append(read_state(self, state.clone()))  # a copy: the next visit writes into it
+            states.append(read_state(self, state.clone()))  # a copy, because `read_state` may overwrite its argument
         return states
 
     def leaving(self, states: Tensor) -> Tensor:
-        """Returns the logits of leaving for states [visits, rows, hidden] as they are read after each visit: float32
-        [visits, rows]. Raises InputError for a model without a gate."""
+        """Return logits of leaving, float32 [visits, rows], for states [visits, rows, hidden] as read after each visit.
+
+        Raise InputError for a model without a gate.
+        """
         logits, before = [], None
         for state in states:
             logit, before = self.leaves(state, before)
@@ -188,19 +200,20 @@ class LoopedLM(CausalLM):
         return torch.stack(logits)
 
     def leaves(self, state: Tensor, before: VisitOutputs[Tensor] | None) -> tuple[Tensor, VisitOutputs[Tensor] | None]:
-        """Returns the logits of leaving after a visit, float32 [rows], and its VisitOutputs for the next call.
+        """Return (logits of leaving after a visit, float32 [rows]; its VisitOutputs for the next call).
 
-        state   [rows, hidden] as it is read after the visit
-        before  the VisitOutputs of the visit before; None after the first
+        Raise InputError for a model without a gate.
 
-        Raises InputError for a model without a gate.
+        Args:
+            state: [rows, hidden] as read after the visit
+            before: the VisitOutputs of the previous visit; None after the first
         """
         if self.gate is None:
             raise InputError("the model has no gate, so its rows leave after the last visit only", field="model")
         return gate_logits(self, state, before)
 
     def start(self, tokens: Tensor, positions: Tensor, *inputs: Any, **options: Any) -> Pass:
-        """Returns rows after the prelude, before the first visit; the arguments are those of a call of the model."""
+        """Return rows after the prelude, before the first visit. Arguments are as for a call of the model."""
         rows = super().start(tokens, positions, *inputs, **options)
         self.go_through(rows, self.prelude)
         stream, rows.prelude = handed_on(self, rows.stream, positions)
@@ -209,7 +222,7 @@ class LoopedLM(CausalLM):
         return rows
 
     def visit(self, rows: Pass, block: int) -> None:
-        """Takes rows through a block. After the last plane only the rows that are read are left."""
+        """Run rows through a block. After the last plane only the rows that are read remain."""
         if rows.prelude is not None:
             rows.x, rows.delta = injected(self, rows.stream, rows.prelude), None
         self.go_through(rows, self.loop.block(block, self.config.layers))
@@ -217,10 +230,10 @@ class LoopedLM(CausalLM):
             rows.x, rows.delta = self.normed(rows), None
 
     def finish(self, rows: Pass) -> Tensor:
-        """Returns hidden states after the coda and the final norm, [rows read, hidden], of rows after their visits."""
+        """Return hidden states after the coda and the final norm, [rows read, hidden], of rows after their visits."""
         coda = self.coda
         planes = len(self.config.planes)
-        if rows.place < planes - len(coda):  # a route that is shorter than the order
+        if rows.place < planes - len(coda):  # the route is shorter than the order
             rows.place = planes - len(coda)
             if not coda and rows.read_rows is not None:
                 rows.x = rows.x[rows.read_rows]
@@ -232,7 +245,7 @@ class LoopedLM(CausalLM):
         self.go_through(rows, coda)
         return self.normed(rows)
 
-    # What each executor has a form of: see `gates.LoopedModel`.
+    # The methods of `gates.LoopedModel`.
 
     @property
     def arrays(self) -> TorchArrays:

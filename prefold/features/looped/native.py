@@ -1,4 +1,4 @@
-"""The part of the native worker that takes the rows of a step through a looped model."""
+"""The part of the native worker that runs the rows of a step through a looped model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ from .steps import Passage, exits_row
 
 
 def looped_part(model: NativeModel) -> WorkerPart:
-    """Return the part of a worker for a looped model. Raise UnsupportedModelError for a router that steps cannot
-    follow, and InputError for a gate or a router that cannot be split over ranks."""
+    """Return the worker part for a looped model.
+
+    Raise UnsupportedModelError for a router that steps cannot follow, and InputError for a gate or a router that cannot
+    be split over ranks.
+    """
     looped = NativeLooped(model)
     loop = looped.config.loop
     facts = facts_of(loop, model.ranks.size)
@@ -63,7 +66,7 @@ def looped_part(model: NativeModel) -> WorkerPart:
 
 
 class NativeLooped:
-    """A looped model, as `gates.LoopedModel` describes it."""
+    """A looped model in the form of `gates.LoopedModel`."""
 
     def __init__(self, model: NativeModel):
         assert isinstance(model.config, LoopedConfig)
@@ -72,7 +75,7 @@ class NativeLooped:
         self._weights = {weight.parts[0][0]: weight for weight in model.program.beside}
         memory = model.memory
         for name, weight in self._weights.items():
-            if name.endswith(".weight") and weight not in memory.matrices:  # not another worker's, which has packed it
+            if name.endswith(".weight") and weight not in memory.matrices:  # another worker may have packed it already
                 memory.matrices[weight] = model.kernels.pack_words(memory.arrays.pop(weight))
 
     @property
@@ -111,7 +114,7 @@ class NativeLooped:
 
 
 class Programs:
-    """The compiled programs of a looped model's parts, each made when it is first needed."""
+    """The compiled programs of a looped model's parts, each compiled at its first use."""
 
     def __init__(self, model: NativeModel, worker: NativeWorker):
         assert isinstance(model.config, LoopedConfig)
@@ -121,7 +124,7 @@ class Programs:
         self._likes = model.config.first_planes
 
     def of(self, layers: range, *, embeds: bool = False, is_last: bool = False, keys: bool = False) -> NativeProgram:
-        """Return the program of some layers; the other arguments are the fields of `Part`."""
+        """Return the program of some layers. Other arguments are the fields of `Part`."""
         visits = tuple((layer, place, self._likes[layer]) for place, layer in enumerate(layers))
         part = Part(visits, embeds, is_last, keys)
         if (found := self._made.get(part)) is None:
@@ -165,7 +168,7 @@ class SlotRows(StepRows[np.ndarray, SlotBatch]):
 
 
 class StreamRows(StepRows[np.ndarray, StreamBatch]):
-    """The rows of a step of a row stream. All of them make all visits of one route."""
+    """The rows of a row stream's step. All of them make all visits of one route."""
 
     def __init__(self, model: NativeLooped, programs: Programs, whole: StreamBatch, path: NativePath):
         read_rows = np.arange(len(whole.tokens)) if whole.read_rows is None else whole.read_rows
@@ -183,7 +186,7 @@ class StreamRows(StepRows[np.ndarray, StreamBatch]):
 def run_stream(
     model: NativeLooped, programs: Programs, batch: StreamBatch, path: NativePath
 ) -> tuple[np.ndarray, PathKV]:
-    """Return what `NativeProgram.over_rows` returns."""
+    """Return the same as `NativeProgram.over_rows`."""
     rows, loop = StreamRows(model, programs, batch, path), model.config.loop
     exits = batch.step.read_out.readout.exits or Exits()
     passage, limits = Passage((exits.route or loop.order,)), exits_row(exits)

@@ -1,7 +1,6 @@
-"""The pass of a step's rows through a looped model: block by block, by their routes, until each of them leaves.
+"""The pass of a step's rows through a looped model: block by block, along their routes, until each row leaves.
 
-It is written once, over the arrays of either executor. `StepRows` is what differs: what an executor does with rows.
-No torch.
+Both executors run this code on their arrays. `StepRows` has the operations that differ between executors. No torch.
 """
 
 from __future__ import annotations
@@ -37,31 +36,35 @@ Batch = TypeVar("Batch")
 
 
 def facts_of(loop: Loop, ranks: int = 1) -> LoopedFacts:
-    """Return the facts of a looped model. Raise UnsupportedModelError for a router that steps cannot follow, and
-    InputError for a gate or a router that cannot be split over ranks. ranks: that the model is split over"""
+    """Return the facts of a looped model that is split over `ranks` ranks.
+
+    Raise UnsupportedModelError for a router that steps cannot follow, and InputError for a gate or a router that cannot
+    be split over ranks.
+    """
     router = loop.router if loop.router is not None and loop.router.kind != "fixed" else None
     if router is not None and (router.kind in ("soft", "top") or router.reads == "row"):
         setting = f"kind is {router.kind!r}" if router.reads == "request" else 'reads is "row"'
-        works = 'steps follow a router that reads requests and picks a block: give "hard" or "fixed"'
+        works = 'only routers that read requests and pick one block work: give "hard" or "fixed"'
         raise UnsupportedModelError(f"loop.router.{setting}; {works}")
     if ranks > 1 and loop.gate and loop.gate_reads == "features":
-        message = "the gate reads what the model says after each visit, which the first rank alone knows"
+        message = "the gate reads logits after each visit, which only the first rank computes"
         raise InputError(message, field="tensor_parallel", remedy='use 1, or a gate that reads "state"')
     if ranks > 1 and router is not None:
-        message = "a router picks blocks for a model in one piece"
+        message = "a router needs a model that is not split over ranks"
         raise InputError(message, field="tensor_parallel", remedy='use 1, or the kind "fixed"')
     return LoopedFacts(loop.order, loop.gate, loop.threshold, router is not None, ranks == 1)
 
 
 class StepRows(ABC, Generic[Array, Batch]):
-    """The rows of one step, as an executor takes them through a looped model.
+    """The rows of one step, as an executor runs them through a looped model.
 
-    model      the model
-    positions  int64 [rows]
-    read_rows  int64: rows of the step that are read, ascending
-    whole      the batch of all rows
+    In all methods, `rows` are numbers of rows of the step, ascending. An array of states has one row for each of them.
 
-    `rows` are numbers of rows of the step, ascending; an array of states has a row for each of these.
+    Attributes:
+        model: the model
+        positions: int64 [rows]
+        read_rows: int64: rows of the step that are read, ascending
+        whole: the batch of all rows
     """
 
     def __init__(self, model: LoopedModel[Array], positions: np.ndarray, read_rows: np.ndarray, whole: Batch):
@@ -75,20 +78,24 @@ class StepRows(ABC, Generic[Array, Batch]):
 
     @abstractmethod
     def go_through(self, x: Array, batch: Batch, layers: range, plane: int, is_last: bool) -> Array:
-        """Return the states of a batch's rows after some layers; may write into x.
+        """Return the states of a batch's rows after some layers. May overwrite x.
 
-        plane    of the K/V of the first layer
-        is_last  whether the pass ends here, so that rows that are not read are left out
+        Args:
+            x: the states before
+            batch: the rows
+            layers: the layers to run
+            plane: the plane of the first layer's K/V
+            is_last: the pass ends here, so rows that are not read are dropped
         """
 
-    # Over slots alone: rows of a stream make all visits together.
+    # Only for steps over slots: rows of a stream make all visits together.
 
     def part(self, rows: np.ndarray, of_read: np.ndarray | None) -> Batch:
-        """Return the batch of some rows. of_read: the places among them of rows that are read; None: all are read"""
+        """Return the batch of some rows. of_read: indices into `rows` of the rows that are read; None: all are read"""
         raise NotImplementedError
 
     def project(self, x: Array, rows: np.ndarray, layer: int) -> tuple[Array, Array]:
-        """Return the keys and values that a layer makes of states, [rows, kv_heads, dim]."""
+        """Return a layer's keys and values for states, [rows, kv_heads, dim]."""
         raise NotImplementedError
 
     def read(self, plane: int, rows: np.ndarray) -> tuple[Array, Array]:
@@ -112,8 +119,7 @@ class StepRows(ABC, Generic[Array, Batch]):
 
 @dataclass(frozen=True, slots=True)
 class PassTicket:
-    """The ticket of a SlotStep of a looped model. reads: the step's read-outs; the other fields are as in
-    PassResult."""
+    """The ticket of a looped model's SlotStep. reads: the step's read-outs; other fields are as in PassResult"""
 
     reads: Ticket
     visits: np.ndarray
@@ -128,8 +134,10 @@ class PassTicket:
 def run_slots(
     rows: StepRows[Array, Batch], step: SlotStep, read_slots: Callable[[SlotStep, Array], Ticket]
 ) -> PassTicket:
-    """Take the rows of a step over slots through a looped model, and return the ticket of what is read. read_slots: the
-    worker's function that reads hidden states"""
+    """Run the rows of a step over slots through a looped model, and return the ticket of the read-outs.
+
+    read_slots: the worker's function that computes read-outs from hidden states
+    """
     order = rows.model.config.loop.order
     passage = step.feature if isinstance(step.feature, Passage) else Passage((order,))
     reading = None
@@ -137,7 +145,7 @@ def run_slots(
         reading = reading_rules(rows.model, step.read_rows[np.concatenate((step.reads, step.state_reads))], limits)
     one = LoopedPass(rows, passage, reading, sees_itself(step))
     hidden = one.run()
-    if reading is not None:  # what is read lies in the order of the rules
+    if reading is not None:  # the hidden states are in the order of the rules
         places, kept = np.split(np.arange(len(reading.rows)), [len(step.reads)])
         read_outs = tuple(replace(reads, rows=reads.consumers) for reads in step.read_outs)
         step = replace(step, read_rows=reading.rows, reads=places, state_reads=kept, read_outs=read_outs)
@@ -155,11 +163,12 @@ def sees_itself(step: SlotStep) -> bool:
 class ExitRules(Generic[Array]):
     """The rules by which m rows of a step leave, or are read.
 
-    rows  int64 [m]: the row of each rule
+    Attributes:
+        rows: int64 [m]: the row of each rule
     """
 
     def __init__(self, model: LoopedModel[Array], rows: np.ndarray, rules: np.ndarray, *, leave: bool):
-        """rules: float64 [m, 4], as of `Passage.leave_after`. leave: whether rows leave, and are not only read"""
+        """rules: float64 [m, 4], as in `Passage.leave_after`; leave: rows leave, and are not only read"""
         self.rows, self._leave = rows, leave
         self._model: LoopedModel[Array] = model
         self._arrays: Arrays[Array] = model.arrays
@@ -167,9 +176,9 @@ class ExitRules(Generic[Array]):
         self._threshold = np.where(threshold < 1, threshold, np.nan).astype(np.float32)
         self._is_gated = ~np.isnan(self._threshold)
         self._is_open = np.ones(len(rows), bool)
-        # Of each row the probability of not having left before the next visit, and of having left.
+        # For each row, the probability of not having left before the next visit, and the probability of having left.
         self._stays, self._share_left = np.ones(len(rows), np.float32), np.zeros(len(rows), np.float32)
-        self._before: tuple[np.ndarray, VisitOutputs[Array]] | None = None  # of some rules
+        self._before: tuple[np.ndarray, VisitOutputs[Array]] | None = None  # numbers of rules, and their outputs
 
     @property
     def compares(self) -> bool:
@@ -178,14 +187,17 @@ class ExitRules(Generic[Array]):
 
     @property
     def open(self) -> np.ndarray:
-        """The numbers of the rules whose row has not left, or has not been read."""
+        """The numbers of the rules that are not met: their rows have not left, or have not been read."""
         return np.flatnonzero(self._is_open)
 
     def after(self, visits: int, place: np.ndarray, x: Array, before: Array) -> np.ndarray:
-        """Return the numbers of the rules whose row leaves, or is read, after so many visits.
+        """Return the numbers of the rules that are met after this number of visits: their rows leave, or are read.
 
-        place      int64 [rows of the step]: where each row's state is in x; -1: the row makes no visit any more
-        x, before  the states of rows after and before the visit
+        Args:
+            visits: number of completed visits
+            place: int64 [rows of the step]: index of each row's state in x; -1: the row makes no more visits
+            x: the states of rows after the visit
+            before: the states of rows before the visit
         """
         at = place[self.rows]
         some = np.flatnonzero(self._is_open & (at >= 0))
@@ -196,7 +208,7 @@ class ExitRules(Generic[Array]):
             share = self._gated(some[gated], self._arrays.take(x, self._arrays.send(at[some[gated]])))
             leaves[gated] = decides[gated] & (share >= self._threshold[some[gated]])
             wrong = gated[np.isnan(share)]
-            if self._leave and wrong.size:  # the request that reads this state gets an error
+            if self._leave and wrong.size:  # NaN: the request that reads this state gets an error
                 x[self._arrays.send(at[some[wrong]])] = np.nan
                 leaves[wrong] = True
         changing = np.flatnonzero(decides & ~leaves & np.isfinite(self._change[some]))
@@ -208,7 +220,7 @@ class ExitRules(Generic[Array]):
         return left
 
     def _moved(self, places: Array, x: Array, before: Array) -> np.ndarray:
-        """Return by which share of its norm the state of each of these rows has changed, float32."""
+        """Return the relative change `|after - before| / |before|` of the state of each of these rows, float32."""
         arrays = self._arrays
         was, now = (arrays.float32(arrays.take(states, places)) for states in (before, x))
         change = now - was
@@ -217,10 +229,12 @@ class ExitRules(Generic[Array]):
         return shares
 
     def _gated(self, some: np.ndarray, x: Array) -> np.ndarray:
-        """Return the probability of having left of some rules' rows, float32, by the gate's sum (see `visits_at_exit`).
-        x: their states"""
+        """Return the probability of having left for the rows of some rules, float32 (see `visits_at_exit`).
+
+        x: their states
+        """
         hidden, before = read_state(self._model, x), None
-        if self._before is not None:  # the rules that are open now were open then
+        if self._before is not None:  # the open rules are a subset of the rules that were open then
             at, outputs = np.searchsorted(self._before[0], some), self._before[1]
             before = VisitOutputs(self._arrays.take(outputs.hidden, self._arrays.send(at)), outputs.likely[at])
         logit, seen = gate_logits(self._model, hidden, before)
@@ -234,7 +248,7 @@ class ExitRules(Generic[Array]):
 
 
 def leaving_rules(model: LoopedModel[Array], rules: np.ndarray | None) -> ExitRules[Array] | None:
-    """Return the rules by which rows of a step leave; None: no row leaves. rules: `Passage.leave_after`"""
+    """Return the rules by which rows of a step leave, or None if no row leaves. rules: `Passage.leave_after`"""
     if rules is None:
         return None
     rows = np.flatnonzero(~np.isnan(rules[:, :2]).all(1) | np.isfinite(rules[:, 3]))
@@ -242,7 +256,7 @@ def leaving_rules(model: LoopedModel[Array], rules: np.ndarray | None) -> ExitRu
 
 
 def reading_rules(model: LoopedModel[Array], rows: np.ndarray, limits: np.ndarray) -> ExitRules[Array]:
-    """Return the rules by which rows are read. limits: float64 [rows, 3], as of `Passage.read_after`"""
+    """Return the rules by which rows are read. limits: float64 [rows, 3], as in `Passage.read_after`"""
     threshold = np.where(np.isnan(limits[:, 0]), model.config.loop.threshold, limits[:, 0])
     rules = np.column_stack((threshold, np.full(len(rows), np.nan), limits[:, 1:]))
     return ExitRules(model, rows, rules, leave=False)
@@ -251,9 +265,10 @@ def reading_rules(model: LoopedModel[Array], rows: np.ndarray, limits: np.ndarra
 class LoopedPass(Generic[Array, Batch]):
     """One pass of a step's rows through a looped model.
 
-    visits  int64 [n]: how many visits each row made
-    saved   how many visits rows did not make because they had left
-    routes  the blocks that the router chose for each of `Passage.asks`
+    Attributes:
+        visits: int64 [n]: number of visits of each row
+        saved: number of visits that rows skipped because they had left
+        routes: the router's choice of blocks for each of `Passage.asks`
     """
 
     def __init__(
@@ -263,7 +278,7 @@ class LoopedPass(Generic[Array, Batch]):
         reading: ExitRules[Array] | None = None,
         is_joined: bool = True,
     ):
-        """reading: after which visit rows are read; None: after their last. is_joined: whether any row sees another"""
+        """reading: rules by which rows are read; None: after their last visit; is_joined: rows may see each other"""
         self._rows: StepRows[Array, Batch] = rows
         self._reading: ExitRules[Array] | None = reading
         self._passage, self._is_joined = passage, is_joined
@@ -273,17 +288,17 @@ class LoopedPass(Generic[Array, Batch]):
         asked, count, num_rows = len(passage.asks), len(passage.routes), len(rows.positions)
         self.visits, self.saved = np.zeros(num_rows, np.int64), 0
         self.routes: list[tuple[int, ...]] = [()] * asked
-        # The block of each visit of each route; -1: the route has ended. Routes that the router chooses come last.
+        # The block of each visit of each route; -1: the route has ended. Routes from the router come last.
         self._blocks = np.full((count + asked, len(self._loop.order)), -1)
         for number, route in enumerate(passage.routes):
             self._blocks[number, : len(route)] = route
         self._route = np.zeros(num_rows, np.int64) if passage.route is None else passage.route.copy()
         for number, (first, stop) in enumerate(passage.asks[:, :2].tolist(), count):
             self._route[first:stop] = number
-        self._given: Array | None = None  # what the prelude gave, where it is put in before each visit
-        self._ended: list[tuple[np.ndarray, Array]] = []  # rows that make no visit any more, and their states
-        self._unfilled: list[tuple[np.ndarray, Array]] = []  # rows in `_ended` without K/V of deeper visits
-        self._seen: list[tuple[np.ndarray, Array]] = []  # rules of `reading` that are met, and the states that are read
+        self._given: Array | None = None  # the prelude's output for `injected`
+        self._ended: list[tuple[np.ndarray, Array]] = []  # rows that make no more visits, and their states
+        self._unfilled: list[tuple[np.ndarray, Array]] = []  # rows of `_ended` whose K/V of deeper visits are missing
+        self._seen: list[tuple[np.ndarray, Array]] = []  # rules of `reading` that are met, and the states to read
 
     def run(self) -> Array:
         """Return the hidden states of the rows that are read, in the order of the reading rules, or of `read_rows`."""
@@ -310,7 +325,7 @@ class LoopedPass(Generic[Array, Batch]):
     # ------------------------------------------------------------------------------------------- rows and rules
 
     def _on_route(self, visit: int, rows: np.ndarray, x: Array) -> tuple[np.ndarray, Array]:
-        """Return the rows whose route has this visit, and their states."""
+        """Return the rows with this visit in their route, and their states."""
         goes_on = self._blocks[self._route[rows], visit] >= 0
         if goes_on.all():
             return rows, x
@@ -320,7 +335,7 @@ class LoopedPass(Generic[Array, Batch]):
     def _after(
         self, visits: int, leaving: ExitRules[Array] | None, rows: np.ndarray, x: Array, before: Array
     ) -> tuple[np.ndarray, Array]:
-        """Return the rows that go on after so many visits, and their states."""
+        """Return the rows that continue after this number of visits, and their states."""
         place = np.full(len(self._rows.positions), -1)
         place[rows] = np.arange(len(rows))
         reading = self._reading
@@ -337,7 +352,7 @@ class LoopedPass(Generic[Array, Batch]):
         return self._arrays.take(x, self._arrays.send(places))
 
     def _keep(self, kept: np.ndarray, rows: np.ndarray, x: Array) -> tuple[np.ndarray, Array]:
-        """Return the rows at these places alone, and their states. kept: bool [rows]"""
+        """Return the rows where `kept` (bool [rows]) is true, and their states."""
         return rows[kept], self._take(x, np.flatnonzero(kept))
 
     def _end(self, rows: np.ndarray, x: Array) -> None:
@@ -345,7 +360,7 @@ class LoopedPass(Generic[Array, Batch]):
             self._ended.append((rows, x))
 
     def _leave(self, rows: np.ndarray, x: Array) -> None:
-        """Let rows leave. Their K/V of deeper visits are written now if rows that go on need them, else at the end."""
+        """Let rows leave. Write their K/V of deeper visits now if other rows of the step need them, else at the end."""
         self._end(rows, x)
         lengths = (self._blocks[self._route[rows]] >= 0).sum(1)
         self.saved += int((lengths - self.visits[rows]).sum())
@@ -357,7 +372,7 @@ class LoopedPass(Generic[Array, Batch]):
     # ------------------------------------------------------------------------------------------- the router
 
     def _ask(self, visit: int, rows: np.ndarray, x: Array) -> None:
-        """Ask the router, or once the planner, where prompts go next."""
+        """Ask the router about the next visit of prompts, or, before the first visit, the planner about all visits."""
         asks, rules = [], self._loop.router
         for number, (first, stop, _, most) in enumerate(self._passage.asks.tolist()):
             at = int(np.searchsorted(rows, first))
@@ -365,7 +380,7 @@ class LoopedPass(Generic[Array, Batch]):
                 asks.append((number, at, at + stop - first))
         if not asks or rules is None or (visit and rules.kind == "planned"):
             return
-        # One request at a time: the sum does not depend on the other requests.
+        # One request at a time, so that the sum does not depend on other requests.
         parts = [x[first:stop] for _, first, stop in asks]
         arrays = self._arrays
         states = arrays.join([summary(arrays, part[-1:], arrays.float32(part).mean(0)[None]) for part in parts])
@@ -373,7 +388,7 @@ class LoopedPass(Generic[Array, Batch]):
         logits = planner_logits(self._model, states) if planned else router_logits(self._model, states, visit)[None]
         chosen = self._chosen(visit, [number for number, _, _ in asks], arrays.fetch(logits)()[0], rules.threshold)
         for (number, first, stop), blocks in zip(asks, chosen, strict=True):
-            if blocks is None:  # the request that reads these states gets an error
+            if blocks is None:  # NaN: the request that reads these states gets an error
                 x[first:stop] = np.nan
             else:
                 self._go_on(number, blocks)
@@ -381,9 +396,9 @@ class LoopedPass(Generic[Array, Batch]):
     def _chosen(
         self, visit: int, numbers: Sequence[int], logits: np.ndarray, threshold: float
     ) -> list[list[int] | None]:
-        """Return the next blocks of each of these prompts; None: its logits are no numbers.
+        """Return the next blocks of each of these prompts, or None if its logits are NaN.
 
-        logits: float32 [visits, prompts, blocks + 1], of the visit that is to come and those after it
+        logits: float32 [visits, prompts, blocks + 1], for the next visit and the visits after it
         """
         wrong = (np.isnan(logits[..., :-1]).any(-1) | np.isnan(logits[..., -1])).any(0)
         too_early = np.arange(len(logits))[:, None] + visit < self._passage.asks[list(numbers), 2]
@@ -393,7 +408,7 @@ class LoopedPass(Generic[Array, Batch]):
         return [None if is_wrong else one.tolist() for is_wrong, one in zip(wrong, blocks, strict=True)]
 
     def _go_on(self, number: int, chosen: Sequence[int]) -> None:
-        """Add blocks to the route of a prompt, until it leaves."""
+        """Append blocks to the route of a prompt, until it leaves."""
         most = int(self._passage.asks[number, 3])
         route = [*self.routes[number], *takewhile(lambda block: block < self._loop.blocks, chosen)][:most]
         self.routes[number] = tuple(route)
@@ -402,8 +417,10 @@ class LoopedPass(Generic[Array, Batch]):
     # ------------------------------------------------------------------------------------------- layers
 
     def _visit(self, visit: int, rows: np.ndarray, x: Array) -> tuple[np.ndarray, Array]:
-        """Take each row through its block. Return the rows that are left, and their states: after the last visit of a
-        model without a coda these may be the rows that are read alone."""
+        """Run each row through its block, and return the remaining rows and their states.
+
+        After the last visit of a model without a coda, only the rows that are read may remain.
+        """
         blocks = self._blocks[self._route[rows], visit]
         if (blocks == blocks[0]).all():
             return self._through(visit, int(blocks[0]), rows, x)
@@ -415,7 +432,7 @@ class LoopedPass(Generic[Array, Batch]):
         return rows[order], self._take(self._arrays.join([states for _, states in found]), order)
 
     def _through(self, visit: int, block: int, rows: np.ndarray, x: Array) -> tuple[np.ndarray, Array]:
-        """Take rows through a block."""
+        """Run rows through a block."""
         given = self._given
         if given is not None and len(rows) < len(self._rows.positions):
             given = self._take(given, rows)
@@ -426,7 +443,7 @@ class LoopedPass(Generic[Array, Batch]):
         return rows if len(x) == len(rows) else rows[np.isin(rows, self._rows.read_rows)], x
 
     def _layers(self, x: Array, rows: np.ndarray, layers: range, plane: int, is_last: bool) -> Array:
-        # Only the layer that a whole pass ends with leaves out the rows that are not read.
+        # Only the layer that ends a whole pass drops the rows that are not read.
         is_last = is_last and layers[-1] == self._config.pass_layers[-1]
         return self._rows.go_through(x, self._rows.batch_of(rows), layers, plane, is_last)
 
@@ -439,14 +456,15 @@ class LoopedPass(Generic[Array, Batch]):
     # ------------------------------------------------------------------------------------------- K/V and states
 
     def _fill(self, rows: np.ndarray, states: Array) -> None:
-        """Write the K/V that deeper visits see of rows that have left. states: with which they left"""
+        """Write the K/V of rows that have left for deeper visits. states: their states when they left"""
         size, of_route = self._loop.per_block(self._config.layers), self._route[rows]
         for number in np.unique(of_route).tolist():
             at = np.flatnonzero(of_route == number)
             route, made = self._blocks[number], self.visits[rows[at]]
             for block in np.unique(route[route >= 0]).tolist():
                 visits = np.flatnonzero(route == block)
-                # The visit whose K/V is copied to each row's deeper visits; -1: K/V are made of its state.
+                # The visit from which K/V are copied to the row's deeper visits; -1: K/V are computed from the row's
+                # state.
                 source = np.concatenate(([-1], visits))[np.searchsorted(visits, made)]
                 if self._passage.keys == "project":
                     source[:] = -1
@@ -461,8 +479,10 @@ class LoopedPass(Generic[Array, Batch]):
     def _kv_of(
         self, rows: np.ndarray, states: Array, at: np.ndarray, source: np.ndarray, block: int, layer: int
     ) -> tuple[Array, Array]:
-        """Return the keys and values that deeper visits to a block see of rows, in one of its layers: those of the
-        visits in `source`, or made of the states at these places."""
+        """Return the keys and values of rows for deeper visits to a block, in one of its layers.
+
+        They are copied from the visits in `source`, or, for -1, computed from the states with the indices `at`.
+        """
         parts, order = [], []
         for visit in np.unique(source).tolist():
             some = np.flatnonzero(source == visit)
@@ -490,7 +510,7 @@ class LoopedPass(Generic[Array, Batch]):
         return hidden
 
     def _hidden(self, rows: np.ndarray) -> Array:
-        """Return hidden states of rows, [rows, hidden], as they are read after their last visit."""
+        """Return hidden states of rows as read after their last visit, [rows, hidden]."""
         model, coda = self._model, self._loop.coda
         wanted = np.arange(len(self._rows.positions)) if coda else rows
         if not len(wanted) or not self._ended:

@@ -1,5 +1,4 @@
-"""The scheduler of looped models: it counts visits, and moves the rows of a routed prompt to the route that the router
-chose for it."""
+"""The scheduler of looped models: it counts visits, and moves a routed prompt's rows to the router's route."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from ...spec.requests import Asked, Namespace
 from ...trie import token_bytes
 from .steps import MODEL_ORDER, PassResult, Way
 
-# Returns the namespace of a prompt's rows, by the request's namespace, what is asked, and its tokens.
+# (the request's namespace, its options, the tokens of a prompt) -> the namespace of the prompt's rows
 NamespaceOf = Callable[[Namespace, Asked | None, np.ndarray], Namespace]
-# Called with the namespace of a prompt whose router was asked, its tokens, and the route.
+# Called with (namespace, tokens, route) of a prompt after its router was asked.
 OnRoute = Callable[[Namespace, np.ndarray, tuple[int, ...]], None]
 
 
@@ -34,8 +33,11 @@ def namespace_at(node: Node) -> Namespace:
 
 @dataclass(slots=True)
 class RoutedPlan(StepPlan):
-    """The plan of a step of a model with a router, which is asked about whole prompts: all rows of such a prompt are in
-    one step. A step has at most one such prompt beyond its limit of rows."""
+    """The plan of a step for a model with a router.
+
+    The router is asked about whole prompts, so all rows of such a prompt are in one step. At most one such prompt may
+    exceed the step's limit of rows.
+    """
 
     has_asked: bool = False
 
@@ -48,7 +50,7 @@ class RoutedPlan(StepPlan):
         if missing > self.room and self.has_asked:
             return
         self.has_asked, self.room = True, max(self.room, missing)
-        if sequence.tail.tokens:  # rows of its own tokens wait until the route is known
+        if sequence.tail.tokens:  # rows of generated tokens wait until the route is known
             self.computed_rows[leaf] = len(leaf)
             self.room -= missing
         else:
@@ -56,10 +58,7 @@ class RoutedPlan(StepPlan):
 
 
 class LoopedScheduler(Scheduler):
-    """A Scheduler for a looped model.
-
-    namespace_of, on_route  see above
-    """
+    """A Scheduler for a looped model. `NamespaceOf` and `OnRoute` describe its two callbacks."""
 
     def __init__(self, pool: SlotPool, *, namespace_of: NamespaceOf, on_route: OnRoute, routed: bool, **options: Any):
         self._namespace_of, self._on_route, self._routed = namespace_of, on_route, routed
@@ -70,7 +69,7 @@ class LoopedScheduler(Scheduler):
 
     def plan(self, limits: StepLimits = NO_LIMITS) -> GenerateStep | None:
         if self._routed and any(_asks(step) for step in self._in_flight):
-            return None  # the rows of the next step go where the router says
+            return None  # the router's answer decides the route of the next step's rows
         return super().plan(limits)
 
     def _new_plan(self, limits: StepLimits) -> StepPlan:
@@ -87,11 +86,11 @@ class LoopedScheduler(Scheduler):
         return super().commit(step, tokens, ended, result)
 
     def _settle(self, namespace: Namespace, route: tuple[int, ...]) -> None:
-        """Move the rows of a prompt to its route, where later prompts find them."""
+        """Move the rows of a prompt to its route, so that later prompts find them."""
         way = namespace.part(Way, MODEL_ORDER)
         assert way.asker is not None
         sequences = list(self.requests.get(way.asker.key, ()))
-        # The request has ended, or waits again after it was on hold, or ends because its numbers are not finite.
+        # The request has ended, waits again after it was on hold, or ends because its values are not finite.
         if not sequences or sequences[0].leaf.num_pending or not route:
             return
         old = sequences[0].leaf
@@ -110,10 +109,10 @@ class LoopedScheduler(Scheduler):
             self._fill(node, own_slots[node.start : node.stop])
         for sequence in sequences:
             sequence.leaf = sequence.tail.parent = leaf
-        self._repeated = None  # its step named the old rows
+        self._repeated = None  # its step refers to the old rows
 
     def _fill(self, node: Node, slots: np.ndarray) -> None:
-        """Use these slots for the rows of a node that are not computed; free the others."""
+        """Use these slots for the rows of a node that are not computed, and free the rest."""
         computed = node.num_computed
         spare = slots[:computed]
         if computed < len(node):
@@ -128,7 +127,7 @@ class LoopedScheduler(Scheduler):
     def _let_go(self, node: Node) -> None:
         if namespace_at(node).part(Way, MODEL_ORDER).asker is None:
             super()._let_go(node)
-        else:  # no other request finds these rows
+        else:  # no other request can find these rows
             self.pool.free(self.tree.drop(node))
             self.tree.remove(node)
 
@@ -138,5 +137,5 @@ class LoopedScheduler(Scheduler):
 
 
 def _asks(step: GenerateStep) -> list[Namespace]:
-    """Return the namespaces of a step's prompts whose router is asked, in the order of their rows."""
+    """Return the namespaces of a step's prompts that the router routes, in the order of their rows."""
     return [namespace for namespace, _, _ in step.namespaces if namespace.part(Way, MODEL_ORDER).asker is not None]

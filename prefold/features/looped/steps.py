@@ -1,4 +1,4 @@
-"""How the rows of a step go through a looped model: facts, and messages of arrays. No torch."""
+"""Messages for looped models: the way of a step's rows through the model, as arrays, and the facts. No torch."""
 
 from __future__ import annotations
 
@@ -11,60 +11,47 @@ import numpy as np
 from ...engine.schedule.steps import NOTHING, SlotResult
 from ...spec.requests import Exits
 
-# The K/V of a row that left, as deeper visits see it: copied from its last visit to the block, or computed from its
-# last state.
+# The K/V of a row that has left, for deeper visits: copied from its last visit to the block, or computed from its last
+# state.
 Keys = Literal["last", "project"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopedFacts:
-    """Facts about a looped model that the worker tells the host.
+    """A worker's facts about a looped model."""
 
-    order      the blocks of a request that gives no route
-    gate       whether a gate gives each row's probability of leaving
-    threshold  of requests that give none
-    routed     whether a router chooses the route of a request that gives none
-    is_whole   whether the model is not split over ranks
-    """
-
-    order: tuple[int, ...]
-    gate: bool
-    threshold: float
-    routed: bool
-    is_whole: bool
+    order: tuple[int, ...]  # the blocks that a request without a route visits
+    gate: bool  # a gate computes each row's probability of leaving
+    threshold: float  # default exit threshold
+    routed: bool  # a router chooses the route of a request without one
+    is_whole: bool  # the model is not split over ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What the K/V of a looped model's rows depend on beside their tokens: a part of their namespace.
+    """The part of a namespace on which the K/V of a looped model's rows depend, beside their tokens."""
 
-    route  the blocks that the rows visit; None: the model's order, or the route that the router will choose
-    exits  when rows leave for good; None: they make all visits
-    asker  the request whose router has not been asked yet; its rows are shared with no other request
-    """
-
-    route: tuple[int, ...] | None = None
-    exits: Exits | None = None
-    asker: Asker | None = None
+    route: tuple[int, ...] | None = None  # the blocks to visit; None: the model's order, or the router's future choice
+    exits: Exits | None = None  # when rows leave for good; None: they make all visits
+    asker: Asker | None = None  # the request that waits for the router; no other request shares its rows
 
 
 @dataclass(frozen=True, slots=True)
 class ReadAfter:
-    """After which visit the kept hidden states of rows are read: a part of their namespace, unless it is as the
-    checkpoint says."""
+    """The part of a namespace that says after which visit stored hidden states are read.
+
+    None: as in the checkpoint.
+    """
 
     exits: Exits | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """A request whose router has not been asked yet.
+    """A request that waits for its router's answer."""
 
-    key           of the request
-    fewest, most  how many visits the router may choose
-    """
-
-    key: Hashable
+    key: Hashable  # of the request
+    # Minimum and maximum number of visits that the router may choose.
     fewest: int
     most: int
 
@@ -73,13 +60,13 @@ MODEL_ORDER, AS_THE_MODEL = Way(), ReadAfter()
 
 
 def may_leave(exits: Exits) -> bool:
-    """Return whether rows with these exits can leave before their last visit. exits: with a threshold"""
+    """Return whether rows with these exits, which have a threshold, can leave before their last visit."""
     criteria = exits.change is not None or exits.max_visits is not None or bool(exits.visits)
     return criteria or exits.threshold not in (None, 1)
 
 
 def exits_row(exits: Exits | None) -> tuple[float | None, int, float]:
-    """Return a row of `Passage.read_after`; None stands for nan."""
+    """Return a row of `Passage.read_after`. NumPy turns None into nan."""
     return NO_EXITS if exits is None else (exits.threshold, exits.min_visits, exits.max_visits or np.inf)
 
 
@@ -89,19 +76,20 @@ NO_ASKS = NOTHING.reshape(0, 4)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Passage:
-    """How the n rows of a SlotStep go through a looped model: the `feature` of the step.
+    """The way of the n rows of a SlotStep through a looped model: the `feature` of the step.
 
-    routes      the blocks of each route that the step has
-    route       int64 [n]: the number of each row's route; None: all rows have the only one
-    read_after  float64 [p + k, 3]: for each of the step's `reads` and `state_reads`, the probability of having left
-                from which on its row is read (nan: the model's threshold), and the fewest and the most visits after
-                which it is read; None: rows are read when they have made all of their visits
-    leave_after float64 [n, 4]: the probability of having left from which on a row leaves, and the change of its state
-                down to which it leaves (nan: never), and the fewest and the most visits that it makes; None: no row
-                leaves
-    keys        the K/V of visits that a row does not make
-    asks        int64 [a, 4]: prompts whose router is asked: the first row, the row behind the last, and the fewest and
-                the most visits
+    Attributes:
+        routes: the blocks of each route of the step
+        route: int64 [n]: the route number of each row; None: all rows have the only route
+        read_after: float64 [p + k, 3], one row for each of the step's `reads` and `state_reads`; None: rows are read
+            after all of their visits. Columns: the exit probability at which the row is read (nan: the model's
+            threshold); the minimum and the maximum number of visits before the read
+        leave_after: float64 [n, 4]; None: no row leaves. Columns: the exit probability at which the row leaves (nan:
+            never); the largest relative change of its state at which it leaves (nan: never); the minimum and the
+            maximum number of its visits
+        keys: the K/V of visits that a row does not make
+        asks: int64 [a, 4]: prompts that the router routes. Columns: the first row, the row after the last, the minimum
+            and the maximum number of visits
     """
 
     routes: tuple[tuple[int, ...], ...]
@@ -114,11 +102,12 @@ class Passage:
 
 @dataclass(eq=False, slots=True)
 class PassResult(SlotResult):
-    """The result of a SlotStep of a looped model.
+    """The result of a looped model's SlotStep.
 
-    visits  int64 [n]: how many visits each row made
-    saved   how many visits rows did not make because they had left
-    routes  the blocks that the router chose for each of `Passage.asks`
+    Attributes:
+        visits: int64 [n]: number of visits of each row
+        saved: number of visits that rows skipped because they had left
+        routes: the router's choice of blocks for each of `Passage.asks`
     """
 
     visits: np.ndarray = field(default_factory=lambda: NOTHING)

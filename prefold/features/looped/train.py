@@ -1,6 +1,6 @@
-"""Visits of whole sequences, for training: `routed` is the definition of routes, and log-probabilities have gradients.
+"""Visits of whole sequences with gradients, for training. `routed` defines the routes.
 
-Every block is computed for every row, and blocks that a router did not pick have weight 0; an engine skips them.
+Every block is computed for every row. Blocks that a router did not pick have weight 0; an engine skips them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from .model import LoopedLM
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A Visit holds the states of rows after one visit, and the router's logits and weights that led to them.
+    """The states of rows after one visit, and the router's logits and weights that led to them.
 
-    state    [rows, hidden] as it would be read after the visit
-    logits   float32 [n, blocks + 1]: the router's logits before the visit, of each sequence, or of each row where it
-             reads rows; None where it was not asked
-    weights  float32 [n, blocks + 1]: the share of each block in the state, and of the state before
+    Attributes:
+        state: [rows, hidden] as read after the visit
+        logits: float32 [n, blocks + 1]: the router's logits before the visit, per sequence, or per row if the router
+            reads rows; None: the router was not asked
+        weights: float32 [n, blocks + 1]: the share of each block's output in the state, and of the state before
     """
 
     state: Tensor
@@ -50,18 +51,28 @@ def routed(
     routing: Routing | None = None,
     routes: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[Visit]:
-    """Yields each visit of the rows of whole sequences, which lie one after the other and share none.
+    """Yield each visit of whole sequences. The sequences' rows follow each other and are not shared.
 
-    tokens, positions  int64 [rows]
-    attend     has all these rows as queries and keys, however often it is called
-    lengths    int64 [sequences]: rows of each
-    routing    how the router picks; by default as the config says
-    routes     the blocks that each sequence visits; then the router is not asked. A sequence at its end goes no further
+    A row that has left keeps its state. The router's choices have the gradients of its probabilities. If the router
+    reads rows, a row sees in each block the K/V of every row's last visit to that block. If a row has not visited the
+    block, its K/V there are computed from its present state.
 
-    A row that has left keeps its state. The router's choices have the gradients of its probabilities. With a router
-    that reads rows, a row sees in a block the K/V of each row's last visit to that block; those of a row that has not
-    visited the block are made of its present state. Raises InputError where routes name no block or are not one a
-    sequence, for a model with a coda, and for one without a router where no routes are given.
+    Args:
+        model: a looped model without a coda
+        tokens: int64 [rows]
+        positions: int64 [rows]
+        attend: has all these rows as queries and keys, and may be called any number of times
+        lengths: int64 [sequences]: rows of each sequence
+        routing: how the router picks; default: as in the config
+        routes: the blocks that each sequence visits, in place of the router; shorter sequences of blocks stop earlier
+
+    Yields:
+        one Visit per visit
+
+    Raises:
+        InputError: if the number of routes is not the number of sequences, a route names an unknown block, the model
+        has
+            a coda, or the model has no router (or no planner) and no routes are given
     """
     loop, count = model.loop, len(lengths)
     if loop.coda:
@@ -96,7 +107,7 @@ def routed(
             if routing.kind != "soft" and torch.is_grad_enabled():
                 soft = torch.softmax(logits, -1)
                 shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
-        # Rows that have left take no part in what blocks compute.
+        # Rows that have left have weight 0 in all blocks.
         weights = shares[:, :-1] * share_left[:, None]
         share_left = share_left * (1 - shares[:, -1])
         weights = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
@@ -105,8 +116,10 @@ def routed(
 
 
 def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tensor:
-    """Returns the shares of routes that are known, float32 [visits, n, blocks + 1]: all of the block of a visit, or of
-    the state where a route has ended."""
+    """Return the shares of known routes, float32 [visits, n, blocks + 1].
+
+    The share is 1 for the block of a visit, or for the state if a route has ended.
+    """
     if len(routes) != count:
         raise InputError(f"{len(routes)} routes for {count} sequences", field="routes")
     for number, route in enumerate(routes):
@@ -117,8 +130,10 @@ def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tenso
 
 
 def _read_by_router(model: LoopedLM, x: Tensor, lengths: Tensor | None, of_row: Tensor) -> Tensor:
-    """Returns what a router reads of the residual stream [rows, hidden], see `summary`. lengths: of sequences; None:
-    the router reads rows"""
+    """Return the router's input from the residual stream [rows, hidden] (see `summary`).
+
+    lengths: rows of each sequence; None: the router reads rows
+    """
     if lengths is None:
         return summary(model.arrays, x)
     sums = x.new_zeros(len(lengths), x.shape[1], dtype=torch.float32).index_add(0, of_row, x.float())
@@ -126,9 +141,9 @@ def _read_by_router(model: LoopedLM, x: Tensor, lengths: Tensor | None, of_row: 
 
 
 def mixture(logits: Tensor, routing: Routing) -> Tensor:
-    """Returns the weights of each block's output and of the unchanged state, float32 [n, blocks + 1]; they sum to 1.
+    """Return the weights of each block's output and of the unchanged state, float32 [n, blocks + 1]. They sum to 1.
 
-    logits  float32 [n, blocks + 1]
+    logits: float32 [n, blocks + 1]
     """
     if routing.kind == "soft":
         return torch.softmax(logits, -1)
@@ -143,9 +158,9 @@ def mixture(logits: Tensor, routing: Routing) -> Tensor:
 
 
 class _Blocks:
-    """Takes rows through all blocks at once.
+    """Runs rows through all blocks at once.
 
-    last_visits  whether a row's keys in a block are those of its last visit there, since rows are in different blocks
+    last_visits: rows are in different blocks, so a row's keys in a block are from its last visit to that block
     """
 
     def __init__(self, model: LoopedLM, rows: Pass, last_visits: bool):
@@ -154,7 +169,7 @@ class _Blocks:
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor, shares: Tensor) -> Tensor:
-        """Returns the residual stream [rows, hidden] after a visit. shares: float32 [rows, blocks + 1]."""
+        """Return the residual stream [rows, hidden] after a visit. shares: float32 [rows, blocks + 1]"""
         mixed = x * shares[:, -1:].to(x.dtype)
         for block in range(self.model.loop.blocks):
             visits = shares[:, block] > 0
@@ -180,7 +195,7 @@ class _Blocks:
     def _attend(
         self, number: int, start: Tensor, visits: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Returns attention where only the rows of `visits` go through the layer now; start: states before it."""
+        """Return attention if only the rows of `visits` run through the layer now. start: states before the block"""
         rows, layer, plane = self.rows, self.model.layers[number], self.model.first[number]
         assert isinstance(layer, Layer)
         k_of_state, v_of_state = layer.keys_values(start.clone(), rows.cos_sin[plane], rows.ops)
@@ -196,14 +211,27 @@ class _Blocks:
 def visit_logprobs(
     model: LoopedLM, batch: TrainBatch, ids: np.ndarray | None = None, order: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the log-probability of each target after each visit of a looped model, and the gate's logits of leaving
-    there, both float32 [visits, targets]; without a gate, None in place of the logits.
+    """Return the log-probabilities of a batch's targets after each visit of a looped model, with gradients.
 
-    ids    int64 [visits, targets]: the token that each target is after each visit; by default its sequence's token
-    order  the blocks that are visited, as many as by default; None: those of the config
+    Args:
+        model: a looped model without a coda
+        batch: the targets and their sequences
+        ids: int64 [visits, targets]: the target token after each visit; default: the sequence's token at every visit
+        order: the blocks to visit, as many as by default; None: the config's order
 
-    The result is differentiable. Errors are those of `logprobs`; InputError is also raised for a model that does not
-    loop, and for one with a coda.
+    Returns:
+        (log-probabilities, the gate's logits of leaving), both float32 [visits, targets]. The second is None without a
+        gate.
+
+    Raises:
+        InputError: if the model does not loop or has a coda
+        Exception: all errors of `prefold.train.logprobs`
+
+    Example:
+        ```python
+        logprobs, gate = visit_logprobs(model, batch)
+        loss = -logprobs[-1].mean()  # after the last visit
+        ```
     """
     if not isinstance(model, LoopedLM):
         raise InputError("the model does not loop, so it is read once", field="model", remedy="use `logprobs`")
@@ -218,7 +246,7 @@ def visit_logprobs(
 def _read(
     model: LoopedLM, batch: TrainBatch, states: list[Tensor], ids: np.ndarray | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the result of `visit_logprobs`, made of the hidden states after each visit."""
+    """Return the result of `visit_logprobs` from the hidden states after each visit."""
     weight = model.embedding if model.lm_head is None else model.lm_head
     ids = np.broadcast_to(batch.target_ids, (len(states), batch.num_targets)) if ids is None else ids
     reads = np.arange(len(states))[:, None] * len(states[0]) + batch.target_reads
@@ -230,13 +258,14 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class RoutedLogprobs:
-    """A RoutedLogprobs holds log-probabilities of a batch's targets after each visit of a routed model, with gradients.
+    """The log-probabilities of a batch's targets after each visit of a routed model, with gradients.
 
-    logprobs  float32 [visits, targets]
-    gate      float32 [visits, targets]: the gate's logits of leaving; None without a gate
-    choices   float32 [visits, n, blocks + 1]: the router's logits before each visit, of each sequence, or of each row
-              where the router reads rows; None where it was not asked
-    weights   float32 [visits, n, blocks + 1]: the blocks' weights, see `prefold.features.looped.train.Visit`
+    Attributes:
+        logprobs: float32 [visits, targets]
+        gate: float32 [visits, targets]: the gate's logits of leaving; None without a gate
+        choices: float32 [visits, n, blocks + 1]: the router's logits before each visit, per sequence, or per row if the
+            router reads rows; None: the router was not asked
+        weights: float32 [visits, n, blocks + 1]: the blocks' weights, as in `Visit`
     """
 
     logprobs: Tensor
@@ -253,14 +282,27 @@ def routed_logprobs(
     routing: Routing | None = None,
     routes: Sequence[Sequence[int]] | None = None,
 ) -> RoutedLogprobs:
-    """Returns the RoutedLogprobs of a batch's targets after each visit of a looped model with a router.
+    """Return the log-probabilities of a batch's targets after each visit of a looped model with a router.
 
-    batch    with sharing "off": a route is chosen from a whole sequence, so that sequences share no rows
-    ids      int64 [visits, targets], as of `visit_logprobs`
-    routing  how the router picks; by default as the config says
-    routes   the blocks that each sequence visits, where the router is not to be asked
+    Args:
+        model: a looped model without a coda
+        batch: with sharing="off", because a route is chosen from a whole sequence
+        ids: int64 [visits, targets]: the target token after each visit; default: the sequence's token at every visit
+        routing: how the router picks; default: as in the config
+        routes: the blocks that each sequence visits, in place of the router
 
-    Errors are those of `visit_logprobs`, and InputError for a batch with sharing.
+    Returns:
+        log-probabilities, the gate's and the router's logits, and the blocks' weights
+
+    Raises:
+        InputError: if the batch shares rows, or for the reasons of `routed`
+        Exception: all errors of `prefold.train.logprobs`
+
+    Example:
+        ```python
+        found = routed_logprobs(model, batch, routes=[(0, 1, 0)] * num_sequences)
+        loss = -found.logprobs[-1].mean()
+        ```
     """
     if not isinstance(model, LoopedLM):
         raise InputError("the model does not loop, so it has no routes", field="model", remedy="use `logprobs`")
@@ -273,10 +315,13 @@ def routed_logprobs(
 
 
 def whole_sequences(model: CausalLM, batch: TrainBatch) -> tuple[Tensor, Tensor, StepAttend, Tensor]:
-    """Returns a batch for a model that reads whole sequences: the tokens and positions of its rows, int64 [rows], their
-    attention, and how many rows each sequence has, int64 [sequences]. Raises InputError where rows are shared."""
+    """Return a batch's rows for a model that reads whole sequences. Raise InputError if rows are shared.
+
+    Returns:
+        (tokens int64 [rows], positions int64 [rows], their attention, rows of each sequence int64 [sequences])
+    """
     if batch.sharing != "off":
-        message = f"the batch was laid out with sharing {batch.sharing!r}, and the model reads whole sequences"
+        message = f"the batch was laid out with sharing {batch.sharing!r}, but the model reads whole sequences"
         raise InputError(message, field="sharing", remedy='build it with sharing="off"')
     prepared = batch.prepared(model.device, dtype_on(model.device, model.dtype))
     attend = StepAttend(prepared, Path(), model.config.planes, model.config.scale)

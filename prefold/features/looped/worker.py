@@ -1,4 +1,4 @@
-"""The part of PyTorch's worker that takes the rows of a step through a looped model."""
+"""The part of PyTorch's worker that runs the rows of a step through a looped model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from .passes import StepRows, facts_of, run_slots
 
 
 def looped_part(model: LoopedLM) -> WorkerPart:
-    """Return the part of a worker for a looped model. Raise UnsupportedModelError for a router that steps cannot
-    follow, and InputError for a gate or a router that cannot be split over ranks."""
+    """Return the worker part for a looped model.
+
+    Raise UnsupportedModelError for a router that steps cannot follow, and InputError for a gate or a router that cannot
+    be split over ranks.
+    """
     facts = facts_of(model.loop, model.ranks.size)
 
     def run(worker: TorchWorker, step: SlotStep) -> Ticket:
@@ -31,14 +34,14 @@ def looped_part(model: LoopedLM) -> WorkerPart:
 
 
 class TensorRows(StepRows[Tensor, SlotBatch]):
-    """The rows of a step over slots, as PyTorch takes them through a looped model."""
+    """The rows of a step over slots, in PyTorch."""
 
     def __init__(self, worker: TorchWorker, model: LoopedLM, step: SlotStep):
         assert worker.store is not None
         super().__init__(model, step.positions, step.read_rows, worker.prepare_slots(step))
         self._lm, self._step, self._store, self._device = model, step, worker.store, model.device
         self._ops = choose_ops(model.dtype, model.device)
-        self._angles: dict[int, list[Tensor]] = {}  # by the identity of a batch
+        self._angles: dict[int, list[Tensor]] = {}  # by the id() of a batch
 
     def start(self) -> Tensor:
         model, batch = self._lm, self.whole

@@ -1,4 +1,4 @@
-"""The room of reuse at other positions: chunks of text whose K/V is copied, rotated, to where another prompt has them.
+"""Reuse at other positions: the K/V of a chunk of text is copied, with rotated keys, to its position in another prompt.
 
 Only `worker` imports torch.
 """

@@ -1,4 +1,4 @@
-"""Enters reuse at other positions in the tables of the core. No torch."""
+"""Register reuse at other positions in the core's tables. No torch."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Chunks of text that were met elsewhere: which stretches of a new prompt have rows in the cache at other places.
+"""Find chunks of a new prompt that have rows in the cache at other positions.
 
-Such rows are those of the same tokens behind other tokens, so what is made of them is an approximation (EPIC, Hu et al.
-2024; CacheBlend, Yao et al. 2024). Nothing here is used, and nothing is noted, unless `CacheOptions.shifted` is set.
+Such rows have the same tokens, but other tokens before them, so results from them are approximations (EPIC, Hu et al.
+2024; CacheBlend, Yao et al. 2024). Nothing here runs unless `CacheOptions.shifted` is set.
 
-Rows are found by hashes of blocks. The rows of each path are cut into blocks at positions that are multiples of the
-block's size; a prompt is looked up at all of its positions. A block is half as long as the shortest chunk, so each
-common stretch that is long enough holds one. Hashes propose, the tokens themselves decide.
+Rows are found by hashes of blocks. The rows of each path are cut into blocks at multiples of the block size. A prompt
+is looked up at each of its positions. A block is half as long as the shortest chunk, so each sufficiently long common
+text contains a block. Hashes only propose a chunk; the tokens are then compared.
 """
 
 from __future__ import annotations
@@ -21,73 +21,61 @@ from ...engine.schedule.steps import Message
 from ...trie import MEDIA_BASE, token_bytes
 from .options import ShiftedReuse
 
-# Of so many places where a block was met, the one with the longest chunk is taken.
+# Number of places of a block that are tried; the longest chunk wins.
 TRIES = 4
-# Places of a prompt that are looked at in vain, before it is given up: text that repeats itself would have one at each
-# position.
+# The search for a prompt's chunks ends after this many failed places. Repetitive text would have one at each position.
 MAX_FAILED_STEPS = 256
-# An odd number, so that it has an inverse modulo 2**64; and what spreads the bits of token ids (splitmix64).
+# _BASE is odd, so that it has an inverse modulo 2**64. _MIX spreads the bits of token ids (splitmix64).
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
-Key = tuple[bytes, int]  # the images before a block, digested, and the hash of the block
+Key = tuple[bytes, int]  # (digest of the images before a block, hash of the block)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chunk:
-    """A Chunk is a stretch of a prompt that has rows elsewhere.
+    """A part of a prompt that has rows elsewhere."""
 
-    start, stop  where it begins in the prompt, and the position behind its end
-    slots        int64 [stop - start]: where the K/V of the same tokens lies
-    position     the position that the first of these rows was computed at
-    node         the node that the last of them is in
-    """
-
-    start: int
-    stop: int
-    slots: np.ndarray
-    position: int
-    node: Node
+    start: int  # its first position in the prompt
+    stop: int  # the position after its end
+    slots: np.ndarray  # int64 [stop - start]: slots with the K/V of the same tokens
+    position: int  # position at which the first of these rows was computed
+    node: Node  # the node of the last of these rows
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def behind(self, at: int) -> Chunk:
-        """Returns the chunk without what comes before `at`, which is in it."""
+        """Return the part of the chunk from position `at` on."""
         first = at - self.start
         return Chunk(at, self.stop, self.slots[first:], self.position + first, self.node)
 
 
 @dataclass(frozen=True, slots=True)
 class ShiftedFacts:
-    """ShiftedFacts are what the host knows of a worker that moves rows.
+    """A worker's facts about moving rows."""
 
-    fixed  why rows cannot be moved to other positions, in words; None: they can
-    """
-
-    fixed: str | None = None
+    fixed: str | None = None  # why rows cannot be moved to other positions; None: they can
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MoveRows(Message):
-    """A MoveRows asks for copies of the K/V of n rows, as rows at other positions: their keys are turned by the rotary
-    angles between the two. Everything is read before anything is written.
+    """A request to copy the K/V of n rows to other positions: keys are rotated by the angles between the positions.
 
-    sources, positions      int64 [n]: the slots that are read, and the positions their rows were computed at
-    slots, new_positions    int64 [n]: the slots that are written, none twice, and the positions of the copies
+    Everything is read before anything is written.
     """
 
-    sources: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    new_positions: np.ndarray
+    sources: np.ndarray  # int64 [n]: slots to read
+    positions: np.ndarray  # int64 [n]: positions at which these rows were computed
+    slots: np.ndarray  # int64 [n]: slots to write, all different
+    new_positions: np.ndarray  # int64 [n]: positions of the copies
 
 
 class ChunkIndex:
-    """A ChunkIndex finds chunks of text among the computed rows of a radix tree, whether in use or kept.
+    """Finds chunks of text among the computed rows of a radix tree, in use or cached.
 
-    Rows of tails, and others that are not in the tree, are not found.
+    Rows outside the tree, such as tails, are not found.
     """
 
     def __init__(self, tree: RowTrie, options: ShiftedReuse):
@@ -95,18 +83,18 @@ class ChunkIndex:
         self._shortest = max(options.min_tokens, options.recompute + 1)
         self.size = (self._shortest + 1) // 2
         self.tree = tree
-        self.blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # by namespace: where each block ends
-        self._noted: dict[Node, tuple[Hashable, int, list[tuple[int, Key]]]] = {}  # how far, and (end, key) of blocks
+        self.blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # by namespace: the end of each block, by node
+        self._noted: dict[Node, tuple[Hashable, int, list[tuple[int, Key]]]] = {}  # (namespace, end, blocks (end, key))
         tree.on_store.append(self._store)
         tree.on_split.append(self._split)
         tree.on_drop.append(self._drop)
         tree.on_clear.append(self._clear)
 
     def find(self, namespace: Hashable, tokens: np.ndarray, first: int) -> list[Chunk]:
-        """Returns chunks of the tokens int32 [n] of a prompt from `first` on, in their order; none overlap.
+        """Return chunks of a prompt's tokens, int32 [n], from position `first` on, in order and without overlap.
 
-        The last token is in none, since its row has to be computed. A chunk holds no row of an image, and its rows had
-        the same images before them, in the same order.
+        The last token is in no chunk, because its row has to be computed. A chunk has no rows of images, and its rows
+        had the same images before them, in the same order.
         """
         table = self.blocks.get(namespace)
         stop = min(len(tokens) - 1, first + self.options.window)
@@ -130,7 +118,7 @@ class ChunkIndex:
         return chunks if covered >= self.options.min_share * (len(tokens) - first) else []
 
     def _longest(self, places: dict[Node, int], tokens: np.ndarray, at: int, first: int, stop: int) -> Chunk | None:
-        """Returns the longest chunk within [first, stop) around the block at `at`; None where all are too short."""
+        """Return the longest chunk within [first, stop) around the block at `at`, or None if all are too short."""
         best = None
         for node, _ in zip(reversed(places), range(TRIES), strict=False):
             chunk = self._around(node, places[node], tokens, at, first, stop)
@@ -139,7 +127,7 @@ class ChunkIndex:
         return best
 
     def _around(self, node: Node, end: int, tokens: np.ndarray, at: int, first: int, stop: int) -> Chunk | None:
-        """Returns the chunk around the block at `at` that the rows of a path have which ends at `end` in `node`."""
+        """Return the chunk around the prompt's block at `at`. The equal block of a path ends at `end` in `node`."""
         rows, slots = _rows(node.path())
         source = end - self.size
         back = min(at - first, source)
@@ -162,10 +150,10 @@ class ChunkIndex:
             return None
         return Chunk(start, start + size, slots[begin : begin + size], begin, node)
 
-    # ------------------------------------------------------------------------------------------- what there is
+    # ------------------------------------------------------------------------------------------- the tree's callbacks
 
     def _store(self, node: Node) -> None:
-        if isinstance(node.tokens, list):  # it is not in the tree
+        if isinstance(node.tokens, list):  # a tail: it is not in the tree
             return
         path = node.path()
         assert path[0].parent is not None
@@ -219,7 +207,7 @@ class ChunkIndex:
 
 
 def window_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
-    """Returns a hash of each `size` neighbouring tokens, uint64 [n - size + 1], of int32 [n]; it depends on them alone.
+    """Return a hash of each `size` consecutive tokens, uint64 [n - size + 1], for tokens int32 [n].
 
     It is a polynomial in an odd number modulo 2**64 (Karp and Rabin 1987), from sums of the terms up to each token.
     """
@@ -241,8 +229,7 @@ def _powers(base: int, count: int) -> np.ndarray:
 
 
 def _rows(nodes: list[Node]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of nodes below each other, int32 [n], and the slots of their rows, int64 [n]: 0 where the row
-    is not there."""
+    """Return (the tokens of nodes on a path, int32 [n]; the slots of their rows, int64 [n], 0 for a missing row)."""
     slots = [np.pad(node.slots[: node.num_computed], (0, len(node) - node.num_computed)) for node in nodes]
     return np.concatenate([node.tokens for node in nodes]), np.concatenate(slots)
 
@@ -252,7 +239,7 @@ def _num_leading(same: np.ndarray) -> int:
 
 
 def _texts(tokens: np.ndarray, first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yields where each stretch without rows of images begins and ends, among the tokens from `first` to `stop`."""
+    """Yield (start, stop) of each range without rows of images, among the tokens from `first` to `stop`."""
     images = np.flatnonzero(tokens[first:stop] >= MEDIA_BASE) + first
     start = first
     for at in (*images.tolist(), stop):
@@ -262,6 +249,6 @@ def _texts(tokens: np.ndarray, first: int, stop: int) -> Iterator[tuple[int, int
 
 
 def _images_before(tokens: np.ndarray, at: int) -> bytes:
-    """Returns a digest of the rows of images before a position; nothing where there are none."""
+    """Return a digest of the rows of images before a position, or b"" if there are none."""
     ids = tokens[:at][tokens[:at] >= MEDIA_BASE]
     return hashlib.blake2b(ids.tobytes(), digest_size=16).digest() if len(ids) else b""

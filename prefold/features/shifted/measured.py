@@ -1,7 +1,7 @@
-"""The measured effect on results of reuse at other positions, the bound on it, and the file of both.
+"""The measured effect of reuse at other positions on results, the bound on it, and the file with both.
 
-`prefold verify --reuse shifted` writes the file, and a model starts with reuse at other positions by that file alone:
-it has the settings that were measured, and is refused where it is of another model or the bound was not met.
+`prefold verify --reuse shifted` writes the file. A model starts with reuse at other positions only with such a file: it
+uses the measured settings. A file of another model, or whose bound was not met, is an error.
 """
 
 from __future__ import annotations
@@ -24,66 +24,47 @@ T = TypeVar("T", "Bound", "Drift", ShiftedReuse)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A Bound is how far results may move.
+    """How far results may move."""
 
-    logprob  the most that the log-probability of a likely first token may change by
-    changed  the part (0 to 1) of prompts whose likeliest first token may be another one
-    """
-
-    logprob: float
-    changed: float
+    logprob: float  # largest allowed change of the log-probability of a likely first token
+    changed: float  # largest share (0 to 1) of prompts with another likeliest first token
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A Drift is how far results have moved, on the prompts of which chunks were reused.
+    """How far results have moved, on the prompts with reused chunks."""
 
-    prompts             how many were run
-    shifted             how many of these had chunks that were met elsewhere
-    tokens              how many tokens these have
-    approximate_tokens  how many of them had their K/V copied
-    logprob             the largest change of a log-probability, of the first tokens that are likeliest with exact rows
-    mean_logprob        the mean over prompts of the change of the likeliest of them
-    changed             how many prompts have another likeliest first token
-    """
-
-    prompts: int
-    shifted: int
-    tokens: int
-    approximate_tokens: int
-    logprob: float
-    mean_logprob: float
-    changed: int
+    prompts: int  # prompts that were run
+    shifted: int  # prompts with reused chunks; all further fields are about these
+    tokens: int  # their tokens
+    approximate_tokens: int  # tokens with copied K/V
+    logprob: float  # largest change of a log-probability, among the likeliest first tokens of the exact run
+    mean_logprob: float  # mean change of the log-probability of each prompt's likeliest first token
+    changed: int  # prompts with another likeliest first token
 
     def unmet(self, bound: Bound) -> str | None:
-        """Returns why a bound is not met, in words; None where it is. A run without any reuse meets none."""
+        """Return why a bound is not met, or None if it is. A run without reuse meets no bound."""
         if not self.approximate_tokens:
             return f"no chunk of the {self.prompts:,} prompts was met elsewhere, so no drift was measured"
         if not self.logprob <= bound.logprob:
             return f"a log-probability changed by {self.logprob:.3g}, more than {bound.logprob:.3g}"
         if self.changed > bound.changed * self.shifted:
-            most = f"more than the part {bound.changed:.3g} of them"
+            most = f"more than the share {bound.changed:.3g}"
             return f"{self.changed:,} of {self.shifted:,} first choices changed, {most}"
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A Measurement is the content of the file.
+    """The content of the file."""
 
-    model     which model was measured: its identity, dtype and adapters
-    settings  which chunks were reused
-    bound     what was asked for
-    drift     what was found
-    """
-
-    model: Mapping[str, Any]
+    model: Mapping[str, Any]  # the measured model: its identity, dtype and adapters
     settings: ShiftedReuse
     bound: Bound
     drift: Drift
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Writes the file."""
+        """Write the file."""
         settings = asdict(self.settings)
         del settings["trial"]
         content = {"format": FORMAT, "model": self.model, "settings": settings, "bound": asdict(self.bound)}
@@ -91,7 +72,7 @@ class Measurement:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Measurement:
-        """Returns what a file says. Raises InputError where it cannot be read, or is no such file."""
+        """Return the content of a file. Raise InputError if it cannot be read or has another format."""
         try:
             content = json.loads(read_text(path))
         except (JobError, ValueError) as error:
@@ -107,22 +88,24 @@ class Measurement:
 
 
 def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOptions | None:
-    """Returns the options, with the settings of a file that `shifted.chunks` names. model: that of a Measurement.
+    """Return the cache options, with the settings of the file that `CacheOptions.shifted` names.
 
-    Raises InputError where the file is of another model, its bound was not met, or there is no file for reuse that is
+    Raise InputError if the file is of another model, if its bound was not met, or if there is no file and the reuse is
     not a trial.
+
+    model: the running model, as in Measurement
     """
     if cache is None or cache.shifted is None:
         return cache
     if isinstance(cache.shifted, ShiftedReuse):
         if not cache.shifted.trial:
-            raise _refused("chunks are to be reused at other positions, and no file says what that does to results")
+            raise _refused("reuse at other positions needs a file with its measured effect on results")
         return cache
     measured = Measurement.read(cache.shifted)
     for name in ("model", "dtype", "adapters"):
         was, now = measured.model.get(name), model.get(name)
         if was != now:
-            raise _refused(f"{cache.shifted} was measured with the {name} {_short(was)}, and this is {_short(now)}")
+            raise _refused(f"{cache.shifted} was measured with the {name} {_short(was)}, but this is {_short(now)}")
     reason = measured.drift.unmet(measured.bound)
     if reason is not None:
         raise _refused(f"{cache.shifted} does not meet its bound: {reason}")

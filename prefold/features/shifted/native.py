@@ -1,4 +1,4 @@
-"""Copies of K/V to other positions in the native executor: keys are turned by the rotary angles between the two."""
+"""Copies of K/V to other positions in the native executor. Keys are rotated by the angles between the positions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .chunks import MoveRows, ShiftedFacts
 
 
 def shifted_part(model: NativeModel) -> WorkerPart:
-    """Return the part of a worker that moves rows."""
+    """Return the worker part that moves rows."""
     return WorkerPart({MoveRows: _move}, ShiftedFacts(model.config.fixed))
 
 
 def _move(worker: NativeWorker, message: MoveRows) -> Ticket:
-    """Copy the K/V of slots to other slots, as that of rows at other positions, in all planes."""
+    """Copy the K/V of slots to other slots, for rows at other positions, in all planes."""
     store, angles = worker.store, worker.model.angles
     assert store is not None and angles is not None
     last = int(max(message.positions.max(initial=0), message.new_positions.max(initial=0)))
@@ -30,11 +30,14 @@ def _move(worker: NativeWorker, message: MoveRows) -> Ticket:
 
 
 def between(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return cosines and sines of the angle between two positions of each row, float32 [rows, dim]. before, after:
-    cosines and sines of the positions themselves, [rows, dim].
+    """Return cosines and sines of the angles between two positions of each row, float32 [rows, dim].
 
-    They come from the tables that keys are turned by, so what rounding does to large angles is in them; a factor on
-    cosines and sines (as of YaRN) is not, for the keys have it already.
+    The tables are those by which keys are rotated, so they include the rounding of large angles. A factor on cosines
+    and sines (as in YaRN) cancels out, because the keys already have it.
+
+    Args:
+        before: cosines and sines of the old positions, [rows, dim]
+        after: cosines and sines of the new positions, [rows, dim]
     """
     half = before.shape[1] // 2
     (cos, sin), (new_cos, new_sin) = np.split(before, [half], 1), np.split(after, [half], 1)
@@ -43,7 +46,7 @@ def between(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def turn(keys: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-    """Return keys [rows, heads, dim] turned by the angles of `between`, computed in float32, in the dtype of keys."""
+    """Return keys [rows, heads, dim], rotated in float32 by the angles of `between`, in their own dtype."""
     half = cos_sin.shape[1] // 2
     cos, sin = np.split(cos_sin[:, None, :], [half], 2)
     a, b = np.split(keys.astype(np.float32), [half], 2)

@@ -1,4 +1,4 @@
-"""The options of reuse at other positions, in Python and of `prefold verify`. It imports nothing heavy."""
+"""The options of reuse at other positions, in Python and of `prefold verify`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from ...errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class ShiftedReuse:
-    """A ShiftedReuse is the choice of the chunks of text that are reused at other positions than they were computed at.
+    """The choice of chunks of text that are reused at positions other than their original ones.
 
-    min_tokens   the fewest tokens of a chunk; it has more than `recompute` in any case
-    recompute    how many of the first rows of each chunk are computed anew; 0: none
-    max_matches  the most chunks of a prompt
-    min_share    the chunks of a prompt are reused where they are at least this part (0 to 1) of its tokens that no
-                 exact prefix holds
-    window       chunks are looked for among so many tokens behind the exact prefix
-    trial        whether this is for measuring, so that no bound of `prefold verify` need have been met
+    Raise InputError for values out of range.
 
-    Raises InputError for values out of range.
+    Attributes:
+        min_tokens: minimum tokens of a chunk; a chunk always has more than `recompute`
+        recompute: number of first rows of each chunk that are recomputed; 0: none
+        max_matches: maximum chunks of a prompt
+        min_share: chunks are reused only if they cover at least this share (0 to 1) of the prompt after its exact
+            prefix
+        window: chunks are searched among this many tokens after the exact prefix
+        trial: only for measuring: no bound of `prefold verify` has to be met
     """
 
     min_tokens: int = 64
@@ -38,21 +39,21 @@ class ShiftedReuse:
             raise InputError(f"min_share is {self.min_share}", field="min_share", remedy="give 0 to 1")
 
 
-# {option: (setting of ShiftedReuse, the least it may be (None: it is a share), what it is)}
+# {option: (setting of ShiftedReuse, its minimum (None: a share from 0 to 1), help)}
 SETTINGS: dict[str, tuple[str, int | None, str]] = {
-    "cache_reuse": ("min_tokens", 16, "With --reuse: the fewest tokens of a chunk."),
-    "cache_reuse_recompute": ("recompute", 0, "The first rows of each chunk that are computed anew."),
-    "cache_reuse_max_matches": ("max_matches", 1, "The most chunks of a prompt."),
+    "cache_reuse": ("min_tokens", 16, "With --reuse: minimum tokens of a chunk."),
+    "cache_reuse_recompute": ("recompute", 0, "First rows of each chunk that are recomputed."),
+    "cache_reuse_max_matches": ("max_matches", 1, "Maximum chunks of a prompt."),
     "cache_reuse_min_overlap": (
-        "min_share", None, "The least part of a prompt, behind its exact prefix, that chunks must cover."
+        "min_share", None, "Minimum share of a prompt, after its exact prefix, that chunks must cover."
     ),
-    "cache_reuse_window": ("window", 2, "Tokens behind the exact prefix among which chunks are sought."),
+    "cache_reuse_window": ("window", 2, "Tokens after the exact prefix that are searched for chunks."),
 }  # fmt: skip
 _DEFAULTS = {field.name: field.default for field in fields(ShiftedReuse)}
 
 
 def command_options() -> tuple[object, ...]:
-    """Return its options of the command line, which click is imported for."""
+    """Return the options for the command line. Imports click."""
     import click
 
     def option(name: str) -> object:
@@ -64,11 +65,11 @@ def command_options() -> tuple[object, ...]:
     return (
         *map(option, SETTINGS),
         click.option("--max-changed", type=click.FloatRange(0, 1), metavar="SHARE",
-                     help="With --reuse: the part of first choices that may change.  [default: 0.01]"),
+                     help="With --reuse: share of prompts whose first choice may change.  [default: 0.01]"),
         click.option("-o", "--output", metavar="FILE",
-                     help="With --reuse: the file that is written, which --cache-reuse-shifted takes."),
+                     help="With --reuse: file to write, for --cache-reuse-shifted."),
     )  # fmt: skip
 
 
-# The parameters that have them.
+# Names of the parameters of `command_options`.
 names = (*SETTINGS, "max_changed", "output")

@@ -1,11 +1,11 @@
-"""The generation scheduler that reuses chunks of text at other positions than they were computed at.
+"""The generation scheduler that reuses chunks of text at positions other than their original ones.
 
-When a request is admitted, the rows of its prompt that nobody else has or waits for are looked up in the `ChunkIndex`.
-From the first row on that is to be copied, the prompt then leaves the trie: its rows lie in nodes of its own, which
-know the node above them and are no children of it, as a tail is. So a row that is copied, or that sees one, is met by
-no other request, and is given up when the request ends.
+When a request is admitted, the rows of its prompt that no other request has or waits for are looked up in the
+`ChunkIndex`. From the first copied row on, the prompt leaves the trie: its rows are in separate nodes, which refer to
+the node above them but are not its children, like tails. So no other request finds a row that is copied or that sees a
+copied row. The rows are freed when the request ends.
 
-What is copied where is in `moves`, which the worker has to be given before the next step.
+`moves` lists the copies that the worker must make before the next step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,9 @@ from .options import ShiftedReuse
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowMove:
-    """A RowMove is a copy of rows for a request.
+    """A copy of rows for a request."""
 
-    key      the request's
-    message  which rows, for the worker
-    """
-
-    key: Hashable
+    key: Hashable  # of the request
     message: MoveRows
 
     def __len__(self) -> int:
@@ -46,9 +42,10 @@ class RowMove:
 
 
 class ShiftingScheduler(Scheduler):
-    """A ShiftingScheduler is a Scheduler that reuses chunks, by the options `shifted.chunks`.
+    """A Scheduler that reuses chunks by the options of `CacheOptions.shifted`.
 
-    moves  what the worker has to be given before the next step, in this order; whoever gives it empties the list
+    Attributes:
+        moves: messages for the worker before the next step, in this order; the caller that sends them empties the list
     """
 
     def __init__(self, pool: SlotPool, *, cache: CacheOptions, **options: Any):
@@ -56,11 +53,11 @@ class ShiftingScheduler(Scheduler):
         assert isinstance(cache.shifted, ShiftedReuse) and self.cache is not None
         self.chunks = ChunkIndex(self.tree, cache.shifted)
         self.moves: list[RowMove] = []
-        self.may_shift: set[Hashable] = set()  # requests of which no sequence was admitted yet
-        self.apart: dict[Node, None] = {}  # the nodes of prompts that are not in the trie
+        self.may_shift: set[Hashable] = set()  # requests without an admitted sequence so far
+        self.apart: dict[Node, None] = {}  # nodes of prompts outside the trie
 
     def submit(self, key: Hashable, tokens: np.ndarray, *, shifts: bool = False, **options: Any) -> None:
-        """Takes a prompt, as a Scheduler does. shifts: whether chunks are reused for it."""
+        """Submit a prompt, as in Scheduler. shifts: chunks may be reused for it"""
         super().submit(key, tokens, **options)
         if shifts:
             self.may_shift.add(key)
@@ -71,7 +68,7 @@ class ShiftingScheduler(Scheduler):
         self.may_shift.clear()
         self.apart.clear()
 
-    # ------------------------------------------------------------------------------------------ who comes
+    # ------------------------------------------------------------------------------------------ admission
 
     def _spare(self, sequence: SequenceState) -> int:
         if sequence.key not in self.may_shift:
@@ -80,9 +77,10 @@ class ShiftingScheduler(Scheduler):
         return self._shift(sequence)
 
     def _shift(self, sequence: SequenceState) -> int:
-        """Has chunks copied for a request whose first sequence was admitted; returns how many rows these are."""
+        """Plan copies of chunks after a request's first sequence was admitted. Return the number of rows."""
         request, path = self.requests[sequence.key], sequence.leaf.path()
-        # Rows that are there, that others wait for, or that kept rows lie below of, are in the trie, and exact.
+        # Rows stay exact and in the trie if they are computed, if other requests wait for them, or if cached rows are
+        # below them.
         first = 0
         for node, below in zip(path, (*path[1:], None), strict=True):
             if node.users > len(request) or any(child is not below for child in node.children.values()):
@@ -96,7 +94,7 @@ class ShiftingScheduler(Scheduler):
         if not chunks:
             return 0
         recompute = self.chunks.options.recompute
-        # The first row of a prompt is always computed: nodes lie below others.
+        # The first row of a prompt is always computed, because the separate nodes need a node above them.
         cut = max(1, chunks[0].start + recompute)
         above, slots = self._take_out(path, cut, len(request))
         copies = [chunk.behind(max(cut, chunk.start + recompute)) for chunk in chunks]
@@ -121,8 +119,10 @@ class ShiftingScheduler(Scheduler):
         return len(message.slots)
 
     def _take_out(self, path: list[Node], cut: int, users: int) -> tuple[Node, np.ndarray]:
-        """Takes the rows of a prompt from `cut` on out of the trie. Returns the node that ends before `cut`, and the
-        slots of the rows, int64."""
+        """Remove the rows of a prompt from `cut` on from the trie.
+
+        Return (the node that ends before `cut`, the slots of the rows, int64).
+        """
         at = next(i for i, node in enumerate(path) if node.stop > cut)
         above = path[at].parent if path[at].start == cut else self.tree.split(path[at], cut - path[at].start)
         assert above is not None and above.parent is not None
@@ -135,7 +135,7 @@ class ShiftingScheduler(Scheduler):
         return above, np.concatenate(slots[::-1])
 
     def _hang(self, above: Node, tokens: np.ndarray, slots: np.ndarray, request: Collection[SequenceState]) -> Node:
-        """Returns a node below `above` for rows that no other request shares; `above` itself without rows."""
+        """Return a node below `above` for rows that no other request shares, or `above` itself if there are no rows."""
         if not len(tokens):
             return above
         node = above.tail(tokens.tolist())
@@ -144,7 +144,7 @@ class ShiftingScheduler(Scheduler):
         self.apart[node] = None
         return node
 
-    # ------------------------------------------------------------------------------------------ who goes
+    # ------------------------------------------------------------------------------------------ end
 
     def _end(self, sequence: SequenceState) -> None:
         super()._end(sequence)
@@ -167,7 +167,7 @@ class ShiftingScheduler(Scheduler):
 
 
 class Shifting(EnginePart):
-    """A Shifting is the part of an engine that reuses chunks of other prompts."""
+    """The engine part that reuses chunks of other prompts."""
 
     def __init__(self, worker: Worker, options: GenerateOptions, meter: Meter):
         self._worker, self._options, self._meter = worker, options, meter
@@ -176,28 +176,34 @@ class Shifting(EnginePart):
         return over_store(ShiftingScheduler, self._worker, self._options, max_batch_rows, holds_rows)
 
     def submit(self, request: Any) -> Mapping[str, Any]:
-        """Returns whether chunks may be reused for a request: it makes text, and has made none yet. Numbers are read of
-        exact rows only; an answer that was begun goes on from rows that are computed."""
+        """Return whether chunks may be reused for a request: only for generation that has not started.
+
+        Values are read only from exact rows. An answer that was started continues from computed rows.
+        """
         if any(isinstance(reader, ValueReader) or reader.tokens for reader in request.readers):
             return {"shifts": False}
         request.noted.pop("approximate_tokens", None)
         return {"shifts": True}
 
     def before_plan(self, scheduler: ShiftingScheduler, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
-        """Gives the worker the copies that were decided on, and adds them to the requests' counts. No step is planned
-        between the decision and this call, so the rows that are copied are still there."""
+        """Send the planned copies to the worker, and add them to the requests' counts.
+
+        No step is planned between the decision and this call, so the rows to be copied still exist.
+        """
         for moved in scheduler.moves:
             self._worker.start(moved.message).result()
             if moved.key in requests:
                 requests[moved.key].noted["approximate_tokens"] = len(moved)
-            self._meter.add(unique_tokens=len(moved))  # they would have been computed
+            self._meter.add(unique_tokens=len(moved))  # an exact run would have computed them
         scheduler.moves.clear()
         return {}
 
 
 def engine_part(worker: Worker, options: EngineOptions, meter: Meter) -> Shifting | None:
-    """Returns the part of an engine that reuses chunks; None where reuse is exact. Raises InputError where the model
-    cannot reuse chunks at other positions."""
+    """Return the engine part that reuses chunks, or None if reuse is exact.
+
+    Raise InputError if the model cannot reuse chunks at other positions.
+    """
     cache, field = options.generation.cache, "cache_reuse_shifted"
     if cache is None or cache.shifted is None:
         return None

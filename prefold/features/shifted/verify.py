@@ -1,6 +1,6 @@
-"""`prefold verify --reuse shifted`: how far reuse at other positions moves what follows a user's prompts.
+"""`prefold verify --reuse shifted`: how much reuse at other positions changes the first tokens after a user's prompts.
 
-Two runs of the same prompts, one by one, are compared: with exact rows, and with reuse.
+It compares two runs of the same prompts, one prompt at a time: with exact rows, and with reuse.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...spec.requests import Generated, Request, Sampling
 from .measured import Bound, Drift, Measurement
 from .options import SETTINGS, ShiftedReuse
 
-# Of each prompt so many likeliest first tokens are compared.
+# Number of likeliest first tokens of each prompt that are compared.
 TOP = 20
 
 
@@ -36,21 +36,24 @@ def run(
     output: str | None,
     **settings: Any,
 ) -> None:
-    """Runs the prompts of a sample with exact rows and with reuse, prints how far they are apart, and writes the
-    file where one is asked for. Exits with status 1 where the bound is not met.
+    """Run the prompts of a sample with exact rows and with reuse, print the differences, and write the file if asked.
 
-    count, seed  of the sample
-    settings     the parameters of SETTINGS
+    Exit with status 1 if the bound is not met.
+
+    Args:
+        count: number of prompts in the sample
+        seed: of the sample
+        settings: the parameters of SETTINGS
     """
     from ...jobs.verify import sample_items
 
     if tolerance is None:
-        raise click.UsageError("--reuse shifted needs a bound: the most that a log-probability may change, --tolerance")
+        raise click.UsageError("--reuse shifted needs --tolerance, the largest allowed change of a log-probability")
     given = {setting: settings[name] for name, (setting, *_) in SETTINGS.items() if settings[name] is not None}
     reuse = ShiftedReuse(**given, trial=True)
     items, bad = sample_items(rows, input.adapter, count, seed=seed)
     if any(task != "generate" for task, _ in items):
-        raise JobError(f"{input.source.name} asks for numbers, and these are read of exact rows only")
+        raise JobError(f"{input.source.name} has records that do not generate text; only generation reuses chunks")
     works = [work for work in input.tasks["generate"].prepare([item for _, item in items])]
     requests = [request for work in works if not isinstance(work, InputError) for request in work.requests]
     bad += sum(isinstance(work, InputError) for work in works)
@@ -69,7 +72,7 @@ def run(
     if as_json:
         click.echo(json.dumps({"bound": asdict(bound), "drift": asdict(drift), "met": reason is None}))
     else:
-        click.echo(f"{len(requests):,} prompts of {input.source.name}, {bad:,} records left out as unusable; {dtype}\n")
+        click.echo(f"{len(requests):,} prompts of {input.source.name}, {bad:,} unusable records skipped; {dtype}\n")
         for line in _lines(drift):
             click.echo(line)
     if reason is not None:
@@ -80,18 +83,18 @@ def run(
 def _lines(drift: Any) -> list[str]:
     share = drift.approximate_tokens / max(1, drift.tokens)
     return [
-        f"prompts with chunks that were met elsewhere  {drift.shifted:,} of {drift.prompts:,}",
-        f"their tokens whose K/V was copied            {drift.approximate_tokens:,} of {drift.tokens:,} ({share:.0%})",
+        f"prompts with reused chunks                   {drift.shifted:,} of {drift.prompts:,}",
+        f"their tokens with copied K/V                 {drift.approximate_tokens:,} of {drift.tokens:,} ({share:.0%})",
         f"largest change of a log-probability          {drift.logprob:.3g}",
-        f"mean change, of the likeliest token          {drift.mean_logprob:.3g}",
+        f"mean change for the likeliest token          {drift.mean_logprob:.3g}",
         f"first choices that changed                   {drift.changed:,}",
     ]
 
 
 def first_tokens(engine: Any, requests: Sequence[Request]) -> list[Generated | None]:
-    """Returns the first token that follows each prompt, with the TOP likeliest; None for a prompt that cannot be run.
+    """Return the first token after each prompt, with the TOP likeliest tokens, or None for a prompt that fails.
 
-    The prompts are run one after the other, so that each may reuse what those before it left.
+    Prompts run one after the other, so that each may reuse rows of the prompts before it.
     """
     sampling = Sampling(max_tokens=1, logprobs=TOP, ignore_eos=True)
     answers: list[Generated | None] = []
@@ -105,10 +108,10 @@ def first_tokens(engine: Any, requests: Sequence[Request]) -> list[Generated | N
 def drift_between(
     requests: Sequence[Request], exact: Sequence[Generated | None], reused: Sequence[Generated | None]
 ) -> Drift:
-    """Returns how far the first tokens of a run with reuse at other positions are from those of an exact run.
+    """Return how far the first tokens of a run with reuse at other positions are from an exact run's.
 
-    Only prompts of which rows were copied count. Where a token is among the likeliest of one run only, its
-    log-probability in the other is taken as that of the last which is listed there: it is that at most.
+    Only prompts with copied rows count. If a likely token of the exact run is not listed in the other run, its
+    log-probability there is taken as the lowest listed one, which is an upper bound.
     """
     tokens = approximate = changed = shifted = prompts = 0
     largest, likeliest = 0.0, []

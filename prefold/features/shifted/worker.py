@@ -1,4 +1,4 @@
-"""Copies of K/V to other positions: keys are turned by the rotary angles between the two, values stay as they are."""
+"""Copies of K/V to other positions in PyTorch. Keys are rotated by the angles between the positions; values stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .chunks import MoveRows, ShiftedFacts
 
 
 def shifted_part(model: CausalLM) -> WorkerPart:
-    """Returns the part of a worker that moves rows."""
+    """Return the worker part that moves rows."""
     return WorkerPart({MoveRows: _move}, ShiftedFacts(model.config.fixed))
 
 
@@ -27,7 +27,7 @@ def _move(worker: TorchWorker, message: MoveRows) -> Ticket:
 
 
 def move_rows(model: CausalLM, store: KVStore, message: MoveRows) -> None:
-    """Copies the K/V of slots to other slots, as that of rows at other positions, in all planes of this rank."""
+    """Copy the K/V of slots to other slots, for rows at other positions, in all planes of this rank."""
     sources, slots = (send(array, store.device) for array in (message.sources, message.slots))
     positions = send(np.concatenate((message.positions, message.new_positions)), store.device)
     angles: dict[int, Tensor] = {}  # planes with the same settings have the same table
@@ -39,11 +39,14 @@ def move_rows(model: CausalLM, store: KVStore, message: MoveRows) -> None:
 
 
 def between(before: Tensor, after: Tensor) -> Tensor:
-    """Returns cosines and sines of the angle between two positions of each row, float32 [rows, dim]. before, after:
-    cosines and sines of the positions themselves, [rows, dim].
+    """Return cosines and sines of the angles between two positions of each row, float32 [rows, dim].
 
-    They come from the tables that keys are turned by, so what rounding does to large angles is in them; a factor on
-    cosines and sines (as of YaRN) is not, for the keys have it already.
+    The tables are those by which keys are rotated, so they include the rounding of large angles. A factor on cosines
+    and sines (as in YaRN) cancels out, because the keys already have it.
+
+    Args:
+        before: cosines and sines of the old positions, [rows, dim]
+        after: cosines and sines of the new positions, [rows, dim]
     """
     (cos, sin), (new_cos, new_sin) = before.chunk(2, -1), after.chunk(2, -1)
     size = cos * cos + sin * sin
@@ -51,7 +54,7 @@ def between(before: Tensor, after: Tensor) -> Tensor:
 
 
 def turn(k: Tensor, cos_sin: Tensor) -> Tensor:
-    """Returns keys [rows, heads, dim] turned by the angles of `between`, computed in float32, in the dtype of k."""
+    """Return keys [rows, heads, dim], rotated in float32 by the angles of `between`, in their own dtype."""
     cos, sin = cos_sin[:, None, :].chunk(2, -1)
     a, b = k.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(k.dtype)

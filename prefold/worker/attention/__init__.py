@@ -1,10 +1,10 @@
-"""Plans of interval attention, made on the host.
+"""Plans of interval attention, made on the host. The executors run attention from these plans.
 
-Key row j is visible to query row i exactly when j <= i < end[j]. The rows of a span see each other both ways: then it
-is first[j] <= i < end[j], `first` being the first row of key j's span.
+Key row j is visible to query row i exactly when j <= i < end[j]. The rows of a span (an image) also see each other both
+ways: the condition is then first[j] <= i < end[j], and `first[j]` is the first row of key j's span.
 
-`plan_rows` is for rows as they lie, once a step and window; `plan_slots` for keys in the slots of a store, as in
-generation. The executors attend by these plans.
+`plan_rows` plans attention over the rows of a stream step, once for each sliding window. `plan_slots` plans attention
+over keys in the slots of a KV store, as in generation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What plans of attention over rows and over slots have in common. NumPy only."""
+"""The common part of plans over rows and over slots. Imports only NumPy."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of attention keeps what has been made of it for a device, so that each plane of a step finds it there."""
+    """A plan of attention, which caches its device copies so that all planes of a step share them."""
 
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
 
     def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns what `make` gives, made once for each key."""
+        """Return `make()`, called once for each key."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
 
 def window_positions(window: int | None, positions: np.ndarray | None, count: int) -> np.ndarray | None:
-    """Returns positions as contiguous int64 [count] where there is a sliding window, else None.
+    """Return positions as contiguous int64 [count] if there is a sliding window, else None.
 
-    Raises ValueError for a window below 1, and where positions are missing or not `count`.
+    Raise ValueError if the window is below 1, or if the number of positions is not `count`.
     """
     if window is None:
         return None

@@ -1,6 +1,6 @@
-"""The host's part of attention over slots: which slots each query reads, found once a step.
+"""Plan attention over slots on the host: the slots that each query reads, found once per step.
 
-The last part prepares the Triton kernels for slots. NumPy only.
+The last part of the file builds the tile lists of the Triton kernels. Imports only NumPy.
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ MAX_SLOTS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class KeyRuns:
-    """The keys of a step are runs of neighbouring slots: int64 arrays of equal length, ancestors before descendants.
+    """The keys of a step, as runs of neighbouring slots: int64 arrays of equal length, ancestors before descendants."""
 
-    start        first slot
-    count        slots, at least one
-    position     position of the first key; those after it follow one by one
-    first, last  queries [first, last) see all keys of the run
-    """
-
-    start: np.ndarray
-    count: np.ndarray
-    position: np.ndarray
-    first: np.ndarray
+    start: np.ndarray  # first slot
+    count: np.ndarray  # number of slots, at least 1
+    position: np.ndarray  # position of the first key; the next keys have the next positions
+    first: np.ndarray  # queries [first, last) see all keys of the run
     last: np.ndarray
 
     def __len__(self) -> int:
@@ -39,27 +33,21 @@ class KeyRuns:
 
 @dataclass(frozen=True)
 class SlotPlan(Plan):
-    """A plan holds what attention over slots needs to know about a step, for one sliding window or none. `plan_slots`
-    makes it.
-
-    runs             who sees which slots
-    num_queries      rows of the step
-    query_positions  int64 [queries] with a sliding window, else None
-    window           the sliding window: a key is fewer than this many positions before the query; None: no limit
-    slots_needed     one more than the last slot of a run
-    lists            what the compiled kernel reads; None where there is none
-    """
+    """The attention plan of a step over slots, for one sliding window or none. `plan_slots` makes it."""
 
     runs: KeyRuns
     num_queries: int
-    query_positions: np.ndarray | None
-    window: int | None
-    slots_needed: int
-    lists: kernels.SlotLists | None = None
+    query_positions: np.ndarray | None  # int64 [queries] with a sliding window, else None
+    window: int | None  # a key must be fewer than this many positions before the query; None: no limit
+    slots_needed: int  # one more than the last slot of any run
+    lists: kernels.SlotLists | None = None  # the lists that the compiled kernel reads, or None
 
     def can_grow(self, slots: np.ndarray) -> bool:
-        """Returns whether the key in `slots`, int64 [queries], can be added to the keys that each query sees by making
-        its last run longer: the plan is the compiled kernel's, without a window, and the slots follow on these runs."""
+        """Return True if the next step can reuse the plan by making each query's last run one key longer.
+
+        This needs the lists of the compiled kernel, no window, and new keys right behind those runs. slots: int64
+        [queries], the slot of each query's new key
+        """
         if self.lists is None or self.window is not None or not len(self.lists.own):
             return False
         return bool((self.lists.own[self.lists.own_offsets[1:] - 1].sum(1) == slots).all())
@@ -75,29 +63,33 @@ def plan_slots(
     compiled: bool = True,
     invariant: bool = False,
 ) -> SlotPlan:
-    """Returns the plan of attention of queries 0 to num_queries - 1 over the keys of `runs`.
+    """Return the plan for attention of queries 0 to num_queries - 1 over the keys of `runs`.
 
-    query_positions  int64 [queries]; needed with a sliding window only
-    group            query heads that share a KV head: a hint, the plan is right for any number
-    compiled         whether to make what the compiled CPU kernel reads
-    invariant        as of ModelConfig; for the compiled kernel
+    Every query must see a key: its own row is a run of one key, visible from its own query on. No tensor is needed.
 
-    Every query must see a key: its own row is a run of one, seen from its own query on. No tensor is needed for it.
-    Raises ValueError where an array breaks these rules.
+    Args:
+        query_positions: int64 [queries]. Needed only with a sliding window.
+        window: See SlotPlan.
+        group: Query heads per KV head. A hint for speed: any number gives a correct plan.
+        compiled: Make the lists that the compiled CPU kernel reads.
+        invariant: As in ModelConfig, for the compiled kernel.
+
+    Raises:
+        ValueError: An array breaks these rules.
     """
     arrays = tuple(
         np.ascontiguousarray(a, dtype=np.int64) for a in (runs.start, runs.count, runs.position, runs.first, runs.last)
     )
     runs = KeyRuns(*arrays)
     if any(a.shape != (len(runs),) for a in arrays):
-        raise ValueError("the arrays of the runs differ in length; pass a number a run in each")
+        raise ValueError("the arrays of the runs differ in length; pass one number per run in each array")
     query_positions = window_positions(window, query_positions, num_queries)
     wrong = (runs.count < 1) | (runs.start < 0) | (runs.first < 0) | (runs.last <= runs.first)
     slots_needed = int((runs.start + runs.count).max(initial=0))
     if wrong.any() or runs.last.max(initial=0) > num_queries or slots_needed > MAX_SLOTS:
         raise ValueError(
-            "a run without keys, of slots that cannot be, or seen by queries that are not there"
-            f"; count >= 1, slots in [0, {MAX_SLOTS}), 0 <= first < last <= number of queries"
+            "a run has no keys, invalid slots or invalid queries"
+            f"; pass count >= 1, slots in [0, {MAX_SLOTS}), 0 <= first < last <= number of queries"
         )
     if not (seen_by_query(runs, num_queries) > 0).all():
         raise ValueError("a query sees no key; pass each row's own key as a run of one")
@@ -114,10 +106,9 @@ def runs_by_window(
     queries: np.ndarray | None = None,
     has_spans: Callable[[int | None], bool] = lambda window: True,
 ) -> dict[int | None, tuple[KeyRuns, np.ndarray]]:
-    """Returns by sliding window the keys that queries of a step see, and the positions of the queries, int64.
+    """Return, for each sliding window, the keys that queries of a step see, and the queries' positions, int64.
 
-    queries    the rows that query, ascending; None: all
-    has_spans  as of ModelConfig
+    queries: the querying rows, ascending (None: all); has_spans: as in ModelConfig
     """
     seen = {window: has_spans(window) for window in windows}
     runs = {both_ways: runs_of(step, queries, both_ways) for both_ways in {*seen.values()}}
@@ -125,10 +116,11 @@ def runs_by_window(
 
 
 def runs_of(step: SlotStep, queries: np.ndarray | None = None, has_spans: bool = True) -> tuple[KeyRuns, np.ndarray]:
-    """Returns the keys that queries of a step see, and the positions of the queries, int64.
+    """Return the keys that queries of a step see, and the queries' positions, int64.
 
-    queries    the rows that query, ascending; None: all
-    has_spans  whether the rows of a span see each other both ways; else each sees those before it alone
+    Args:
+        queries: The querying rows, ascending. None: all.
+        has_spans: True if rows of a span see each other both ways. Otherwise each row sees only rows before it.
     """
     first, last, positions = step.run_first, step.run_last, step.positions.astype(np.int64)
     if not has_spans:
@@ -142,44 +134,46 @@ def runs_of(step: SlotStep, queries: np.ndarray | None = None, has_spans: bool =
 
 
 def _own_queries(step: SlotStep) -> np.ndarray:
-    """Returns of each run of keys the query at whose row it begins; 0 for runs that earlier steps have computed."""
+    """Return, for each run, the query at which its first key is computed; 0 for runs of earlier steps."""
     order = np.argsort(step.slots)
     row = order[np.minimum(np.searchsorted(step.slots, step.run_start, sorter=order), len(order) - 1)]
     return np.where(step.slots[row] == step.run_start, row, 0)
 
 
 def seen_by_query(runs: KeyRuns, num_queries: int) -> np.ndarray:
-    """Returns how many keys each query sees, sliding windows aside, int64 [queries]."""
+    """Return the number of keys that each query sees, ignoring sliding windows, int64 [queries]."""
     change = np.zeros(num_queries + 1, np.int64)
     np.add.at(change, runs.first, runs.count)
     np.subtract.at(change, runs.last, runs.count)
     return change[:num_queries].cumsum()
 
 
-# What is known of a stretch of keys in a tile's list, and of an item.
+# The columns that describe a stretch of keys in a tile's list, and a work item.
 STRETCH_FIELDS = ("place", "slot", "count", "position", "first", "step", "last")
 ITEM_FIELDS = ("tile", "start", "whole", "stop", "alone")
-# Rows of a tile (queries times the heads of a group) to choose from, and the most by bytes of a number: float32 has no
-# tensor cores here, and more of it spills from the registers.
+# Allowed rows of a tile (queries times heads of a group), and the maximum by bytes per number. The float32 maximum
+# is low, because these kernels use no tensor cores then, and more rows spill from the registers.
 ROWS = (16, 32, 64, 128)
 MOST_ROWS = {2: 128, 4: 32}
-# More rows cost no time while reading keys takes longer than multiplying them: up to about so many.
+# Up to about this many rows, more rows cost no time: reading the keys takes longer than multiplying them.
 FREE_ROWS = 96
-# Items a KV head, to keep every processor of a GPU busy; and the fewest keys that are worth one.
+# Work items per KV head, to use every processor of a GPU; and the minimum number of keys of an item.
 ITEMS = 128
 LEAST_KEYS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTiles:
-    """Lists name the keys that each tile of queries reads, and the items, pieces of work, that they are cut into.
+    """The keys that each tile of queries reads, cut into work items.
 
-    num_keys    entries of all lists
-    stretches   int64 [STRETCH_FIELDS, s]: `count` keys from `place` of the lists on, in the slots from `slot` on, of
-                positions from `position` on. Key o is visible to queries [first + o * step, last)
-    items       int64 [ITEM_FIELDS, i]: the keys [start, stop) of the lists for a tile, before `whole` all visible
-                to all of its queries; alone: the tile has no other item
-    tile_items  int64 [tiles + 1]: a tile's items
+    Attributes:
+        block_q: Queries per tile.
+        num_keys: Number of entries in all lists.
+        stretches: int64 [STRETCH_FIELDS, s]. A stretch is `count` entries of the lists, from `place` on: the slots from
+            `slot` on, at the positions from `position` on. Key o of it is visible to queries [first + o * step, last).
+        items: int64 [ITEM_FIELDS, i]. An item is the entries [start, stop) of the lists, for one tile. All queries of
+            the tile see the entries before `whole`. `alone` is 1 if the tile has no other item.
+        tile_items: int64 [tiles + 1]: the first item of each tile.
     """
 
     block_q: int
@@ -190,11 +184,10 @@ class SlotTiles:
 
 
 def stretches(runs: KeyRuns) -> np.ndarray:
-    """Returns runs joined as far as they go on in slots and positions, int64 [6, s]: slot, count, position, first,
-    step, last.
+    """Join runs with consecutive slots and positions, int64 [6, s]: slot, count, position, first, step, last.
 
-    Neighbours that the same queries see are one stretch; so are rows of one key each that are seen from a query later
-    each (new rows of a prompt): step 1.
+    Neighbouring runs that the same queries see become one stretch (step 0). So do runs of one key each, if each is
+    visible from one query later than the run before, like the new rows of a prompt (step 1).
     """
     before, after = (
         {name: getattr(runs, name)[part] for name in ("start", "count", "position", "first", "last")}
@@ -204,25 +197,25 @@ def stretches(runs: KeyRuns) -> np.ndarray:
     joined &= after["position"] == before["position"] + before["count"]
     later = (after["first"] == before["first"] + 1) & (before["count"] == 1) & (after["count"] == 1)
     kind = np.where(joined & (after["first"] == before["first"]), 1, np.where(joined & later, 2, 0))
-    # A run that the one before was joined to in another way begins a stretch.
+    # A run starts a stretch of its own if the run before was joined in the other way.
     turned = (kind[1:] != kind[:-1]) & (kind[:-1] != 0)
     begins = np.ones(len(runs), bool)
     begins[1:] = kind == 0
     begins[2:] |= turned
     at = np.flatnonzero(begins)
     steps = np.append(kind, 0)[at] == 2
-    # Its second run may have begun a stretch of its own.
+    # The second run of the pair may have started a stretch of its own.
     steps &= np.append(~begins[1:], False)[at]
     count = np.add.reduceat(runs.count, at) if len(at) else runs.count
     return np.stack((runs.start[at], count, runs.position[at], runs.first[at], steps, runs.last[at]))
 
 
 def pick_rows(joined: np.ndarray, group: int, itemsize: int) -> int:
-    """Returns the rows of a tile, of ROWS, with which keys are read and multiplied in the least time.
+    """Return the number of rows per tile, from ROWS, that minimises the time to read and multiply the keys.
 
-    itemsize: bytes of a number.
+    itemsize: bytes per number
     """
-    best = 1 << (group - 1).bit_length()  # where none of ROWS has room for a query
+    best = 1 << (group - 1).bit_length()  # if no number of ROWS fits one query
     least = np.inf
     for rows in ROWS:
         if group <= rows <= MOST_ROWS[itemsize]:
@@ -233,20 +226,20 @@ def pick_rows(joined: np.ndarray, group: int, itemsize: int) -> int:
 
 
 def listed_keys(joined: np.ndarray, block_q: int) -> int:
-    """Returns how many keys the lists of tiles of so many queries have, at most."""
+    """Return the maximum number of entries in the lists of tiles with `block_q` queries."""
     _, count, _, first, _, last = joined
     return int((count * ((last - 1) // block_q - first // block_q + 1)).sum())
 
 
 def slot_tiles(plan: SlotPlan, joined: np.ndarray, block_q: int, block_k: int) -> SlotTiles:
-    """Returns the tiles of a plan, of block_q queries each; an item begins at a multiple of block_k keys of its list.
+    """Return the tiles of a plan, with `block_q` queries each. Items start at a multiple of `block_k` keys of a list.
 
-    joined: the plan's runs as `stretches` gives them.
+    joined: the plan's runs, from `stretches`
     """
     num_queries, window = plan.num_queries, plan.window
     num_tiles = -(-num_queries // block_q)
     slot, count, position, first, step, last = joined
-    # A stretch and a tile of which some query sees it.
+    # One entry per pair of a stretch and a tile with a query that sees it.
     touched = (last - 1) // block_q - first // block_q + 1
     at = np.repeat(np.arange(len(count)), touched)
     tile = first[at] // block_q + np.arange(len(at)) - np.repeat(touched.cumsum() - touched, touched)
@@ -279,7 +272,7 @@ def slot_tiles(plan: SlotPlan, joined: np.ndarray, block_q: int, block_k: int) -
     number = np.arange(len(of_tile)) - np.repeat(parts.cumsum() - parts, parts)
     start = starts[of_tile] + number * share
     stop = np.minimum(start + share, (starts + sizes)[of_tile])
-    # Whole blocks only: what is left of the keys that all see goes with those that need a mask.
+    # Only whole blocks need no mask. The rest of the fully visible keys joins the keys that need one.
     whole_stop = np.clip((starts + whole_sizes)[of_tile], start, stop)
     whole_stop = start + (whole_stop - start) // block_k * block_k
     return SlotTiles(

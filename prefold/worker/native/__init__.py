@@ -1,1 +1,1 @@
-"""The executor of a CPU: one call into the compiled kernels runs a step's program, over NumPy memory. No PyTorch."""
+"""The executor for CPUs: a step is one call into the compiled kernels, over NumPy memory. Imports no torch."""

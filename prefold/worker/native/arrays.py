@@ -1,7 +1,7 @@
-"""The array operations of an executor, on NumPy arrays and by the compiled kernels. No PyTorch.
+"""The array operations of the native executor: NumPy arrays and compiled kernels. No PyTorch.
 
-A row's numbers depend neither on other rows nor on its place: each function of the kernels goes through one row, and no
-product of a BLAS library, and no vectorised function of NumPy, is used where they would count.
+The results of a row depend neither on other rows nor on its place. The kernels process one row at a time. BLAS products
+and vectorised NumPy functions are avoided wherever their rounding would change results.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ...spec.task import FILTERS
 from ..arrays import Arrays
 from ..sampler import forbid, likeliest
 
-# Beyond this number of tokens the largest of a row are sorted: the kernel inserts one after the other.
+# For more tokens than this, the row is sorted: the kernel uses insertion, one token after the other.
 MOST_INSERTED = 128
-# The filters of a draw in the order of the kernel, and the temperature, of which it takes the inverse.
+# The filters of a draw in the kernel's order, and the temperature, which the kernel receives inverted.
 *_FILTERS, _TEMPERATURE = (FILTERS.index(name) for name in ("top_n_sigma", "min_p", "top_k", "top_p", "temperature"))
 assert len(_FILTERS) + 1 == len(FILTERS), "the kernel lacks a filter"
 
 
 class NumpyArrays(Arrays[np.ndarray]):
-    """NumPy arrays. Hidden states are float32 or bfloat16 of ml_dtypes.
+    """NumPy arrays. Hidden states are float32, or bfloat16 of ml_dtypes.
 
     compiled: the compiled kernels
     """
@@ -69,7 +69,7 @@ class NumpyArrays(Arrays[np.ndarray]):
             return x / (1 + np.exp(-x))
 
     def dots(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore", invalid="ignore"):  # in a request's own numbers
+        with np.errstate(over="ignore", invalid="ignore"):  # affects only the request that overflows
             products: np.ndarray = (self.float32(x) * self.float32(y)).sum(-1)
         return products
 
@@ -101,7 +101,7 @@ class NumpyArrays(Arrays[np.ndarray]):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         places = self.largest(logits, count)[1]
         with np.errstate(over="ignore", invalid="ignore"):
-            # The logarithm of the sum would lose digits beside large logits.
+            # Subtract the maximum first: large logits would cost digits of the log-sum-exp.
             below = logits - logits.max(-1, keepdims=True)
             sums = self._kernels.log_sum_exp(below)[0]
             values = np.take_along_axis(below, np.column_stack((ids, places)), -1) - sums[:, None]
@@ -116,12 +116,12 @@ class NumpyArrays(Arrays[np.ndarray]):
 
     def bag_sums(self, x: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
         sizes = np.diff(np.append(starts, len(rows)))
-        order = np.argsort(-sizes, kind="stable")  # the largest bags first: those with an n-th row are a slice
+        order = np.argsort(-sizes, kind="stable")  # largest bags first, so the bags with an n-th row are a slice
         firsts, falling = starts[order], -sizes[order]
         sums = np.zeros((len(starts), x.shape[1]), np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):  # in a request's own numbers
+        with np.errstate(over="ignore", invalid="ignore"):  # affects only the request that overflows
             for n in range(sizes.max(initial=0)):
-                held = np.searchsorted(falling, -n)  # bags of more than n rows
+                held = np.searchsorted(falling, -n)  # number of bags with more than n rows
                 sums[:held] += x[rows[firsts[:held] + n]]
         back = np.empty_like(sums, np.float64)
         back[order] = sums
@@ -133,8 +133,8 @@ class NumpyArrays(Arrays[np.ndarray]):
         return sums
 
 
-# The inverse of the normal distribution (Wichura 1988, AS 241, PPND16), by its distance from the middle: numerators and
-# denominators, the constant term first.
+# The inverse of the normal distribution (Wichura 1988, AS 241, PPND16), for three ranges of the distance from
+# the middle. Each range has the coefficients of a numerator and a denominator, the constant term first.
 _MIDDLE = (
     (3.3871328727963666080, 133.14166789178437745, 1971.5909503065514427, 13731.693765509461125, 45921.953931549871457,
      67265.770927008700853, 33430.575583588128105, 2509.0809287301226727),
@@ -156,7 +156,7 @@ _END = (
 
 
 def erf_inverse(x: np.ndarray) -> np.ndarray:
-    """Return the inverse of the error function of float64 numbers between -1 and 1."""
+    """Return the inverse of the error function of float64 values between -1 and 1."""
     size = np.abs(x)
     found = _ratio(_MIDDLE, 0.180625 - (x / 2) ** 2) * (x / 2)
     if (far := size > 0.85).any():
@@ -168,16 +168,16 @@ def erf_inverse(x: np.ndarray) -> np.ndarray:
 
 
 def _ratio(parts: tuple[tuple[float, ...], tuple[float, ...]], at: np.ndarray) -> np.ndarray:
-    """Return the quotient of two polynomials."""
+    """Return the quotient of two polynomials at `at`."""
     over, under = (np.polynomial.polynomial.polyval(at, np.array(part)) for part in parts)
     return over / under
 
 
 class ClassificationHead:
-    """A classification head: linears in float32 with ReLU between two, whatever the dtype of hidden states is. A row's
-    outputs do not depend on other rows.
+    """A classification head: float32 linears with ReLU in between, for hidden states of any dtype.
 
-    layers: the weight, float32 [outputs, inputs], and the bias, float32 [outputs] or None, of each linear
+    The outputs of a row do not depend on other rows. layers: for each linear the weight, float32 [outputs, inputs], and
+    the bias, float32 [outputs] or None
     """
 
     def __init__(self, layers: Sequence[tuple[np.ndarray, np.ndarray | None]], compiled: kernels.Kernels):
@@ -185,7 +185,7 @@ class ClassificationHead:
         self._layers = [(compiled.pack_words(weight), len(weight), bias) for weight, bias in layers]
 
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
-        """Return the outputs, float32 [rows, labels], of hidden states [rows, hidden]."""
+        """Return float32 [rows, labels] for hidden states [rows, hidden]."""
         x = hidden.astype(np.float32, copy=False)
         for number, (packed, outputs, bias) in enumerate(self._layers):
             x = self._kernels.linear(np.maximum(x, np.float32(0)) if number else x, packed, outputs, bias)

@@ -1,8 +1,8 @@
-"""Linears whose rows are quantised to int8 before they are multiplied, by choice (`kernels/src/int8.h`).
+"""Linears in int8 arithmetic (`arithmetic="int8"`): each input row is quantised to int8 first (`kernels/src/int8.h`).
 
-Matrices that a file has in blocks of whole numbers are used as they are; other matrices are quantised at load. int8 is
-less exact than the dtype's arithmetic, and some models bear it badly. So some text goes through each layer in both when
-the model is loaded, and a layer whose output changes too much keeps the dtype's arithmetic.
+Matrices that a file stores in integer blocks are used as they are; other matrices are quantised at load. int8 is
+less accurate than the dtype's arithmetic, and some models tolerate it badly. So a probe text runs through each layer in
+both arithmetics at load. A layer whose output changes too much stays in the dtype's arithmetic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .program import NativeProgram, Part
 from .steps import prepare_slots
 from .store import NativeStore, layouts_of
 
-# Text that goes through the model when it is loaded, to see what int8 changes: prose, a question, code, numbers.
+# Probe text, run through the model at load to measure the effect of int8: prose, a question, code, numbers.
 PROBE = (
     "The harbour was quiet when the ferry came in, and the two women who had waited since dawn lifted their bags. "
     "Question: which of the following gases is most abundant in the Earth's atmosphere? Answer: nitrogen.\n",
@@ -34,47 +34,49 @@ PROBE = (
     "    return total / len(values)\n",
     'On 14 March 1879 the index stood at 1,204.75 points, 3.2 % above 1,167. {"id": 7, "name": "Łódź", "ok": true}\n',
 )
-PROBE_ROWS = 256  # at most
-# What a layer adds to the residual stream, in int8 and in the dtype, must have this cosine in the mean of the rows.
+PROBE_ROWS = 256  # maximum
+# Minimum cosine, as the mean over rows, between the updates of the residual stream in int8 and in the dtype.
 LEAST_COSINE = 0.99
-LOGITS = 4096  # entries of the vocabulary that are compared
+LOGITS = 4096  # number of vocabulary entries that are compared
 REMEDY = "leave --arithmetic out"
 
 
 def check_int8(config: ModelConfig, dtype: str, device: str, *, weights: str, ranks: int, is_quantised: bool) -> None:
-    """Raise InputError if rows of a model cannot be multiplied in int8.
+    """Raise InputError if a model cannot run in int8.
 
-    dtype, device  by name
-    weights        the option
-    ranks          that the model is split over
-    is_quantised   whether the checkpoint has matrices in blocks of whole numbers
+    Args:
+        dtype: Name of the dtype.
+        device: Name of the device.
+        weights: The option of this name.
+        ranks: Number of ranks of the model.
+        is_quantised: The checkpoint has matrices in integer blocks.
     """
     compiled = kernels.load() if device == "cpu" else None
-    lacks = f"this CPU has no VNNI (ARM: dotprod), or its kernels are made without ({kernels.status()})"
+    lacks = f"this CPU has no VNNI (ARM: dotprod), or its kernels are compiled without it ({kernels.status()})"
     problems = {
-        f"this is {device}, and int8 is computed on CPUs": device != "cpu",
-        "the model is computed by modules of transformers": bool(config.loading),
+        f"the device is {device}, and int8 runs only on CPUs": device != "cpu",
+        "modules of transformers compute the model": bool(config.loading),
         f"the model is split over {ranks} ranks": ranks > 1,
         f"the dtype is {dtype}": dtype not in ("float32", "bfloat16"),
         f"there are no compiled kernels here ({kernels.status()})": compiled is None,
         lacks: not (compiled is None or compiled.has_int8),
-        f"weights are to lie in memory as {weights!r} says": weights in ("file", "dtype"),
+        f"the option weights is {weights!r}": weights in ("file", "dtype"),
     }
     remedies = {"dtype": f"use --dtype bfloat16 or float32, or {REMEDY}", "weights": "leave --weights out"}
     if problem := next((words for words, is_so in problems.items() if is_so), None):
         remedy = next((remedy for word, remedy in remedies.items() if word in problem.split()), REMEDY)
-        raise InputError(f"there is no int8 arithmetic: {problem}", field="arithmetic", remedy=remedy)
+        raise InputError(f"int8 arithmetic is not available: {problem}", field="arithmetic", remedy=remedy)
     if weights == "int8" and is_quantised:
-        message = "the checkpoint's weights are quantised already, and to quantise them again would lose more"
-        raise InputError(message, field="weights", remedy="leave --weights out: its blocks are used as they are")
+        message = "the checkpoint's weights are quantised already, and quantising them again would lose accuracy"
+        raise InputError(message, field="weights", remedy="leave --weights out: the blocks are used directly")
     is_plain = config.latent is None and not config.layer_inputs and not any(one.sizes for one in config.planes)
     if len(config.planes) != config.layers or not is_plain:
-        message = "there is no int8 arithmetic for models with layers of another kind than attention and an MLP"
+        message = "int8 arithmetic supports only models whose layers are attention and an MLP"
         raise InputError(message, field="arithmetic", remedy=REMEDY)
 
 
 def check_options(options: ModelSpec, checkpoint: Checkpoint, config: ModelConfig, dtype: str, device: str) -> None:
-    """Raise what `check_int8` does, for the options of a model."""
+    """Raise the errors of `check_int8` for the options of a model."""
     file = checkpoint.gguf
     types = [] if file is None else [file.type_name(name) for name in file.tensors]
     check_int8(
@@ -84,31 +86,25 @@ def check_options(options: ModelSpec, checkpoint: Checkpoint, config: ModelConfi
 
 
 def probe_tokens(tokenizer: Tokenizer | None, config: ModelConfig) -> np.ndarray:
-    """Return the tokens of the text of the probe, int64, for a model."""
+    """Return the tokens of the probe text for a model, int64."""
     # A tokenizer may have more ids than the model.
     ids = [] if tokenizer is None else [i for i in tokenizer.encode("".join(PROBE)).tolist() if i < config.vocab_size]
-    # Any tokens are better than none.
+    # Without a tokenizer, evenly spaced tokens still give a usable measurement.
     tokens = np.array(ids) if ids else np.linspace(0, config.vocab_size - 1, PROBE_ROWS // 2)
     return tokens[: min(PROBE_ROWS, config.max_positions)].astype(np.int64)
 
 
 @dataclass(slots=True)
 class Report:
-    """A Report says what int8 does to the text of the probe.
+    """The effect of int8 on the probe text."""
 
-    cosines          of what each layer adds, by its number, in the mean of the rows
-    kept_layers      the layers that keep the dtype's arithmetic
-    logits           the least cosine of a row's logits; None: the checkpoint has no LM head
-    num_requantised  matrices that are quantised a second time, since a panel of them would have columns of two types
-    """
-
-    cosines: dict[int, float] = field(default_factory=dict)
-    kept_layers: list[int] = field(default_factory=list)
-    logits: float | None = None
-    num_requantised: int = 0
+    cosines: dict[int, float] = field(default_factory=dict)  # of each layer's update, by layer; mean over the rows
+    kept_layers: list[int] = field(default_factory=list)  # layers that stay in the dtype's arithmetic
+    logits: float | None = None  # minimum cosine of a row's logits; None: there is no LM head
+    num_requantised: int = 0  # matrices quantised twice, because a panel would mix columns of two types
 
     def words(self, dtype: str) -> str:
-        """Return a sentence for people. dtype: by name"""
+        """Describe the report in one sentence. dtype: by name"""
         used = [number for number in self.cosines if number not in self.kept_layers]
         text = f"int8 arithmetic in {len(used)} of {len(self.cosines)} layers"
         if used:
@@ -116,21 +112,22 @@ class Report:
             text += ")" if self.logits is None else f", of logits {self.logits:.4f})"
         if self.kept_layers:
             layers = ", ".join(f"{number} ({self.cosines[number]:.3f})" for number in self.kept_layers)
-            text += f"; {dtype} in those that int8 changes too much: {layers}"
+            text += f"; {dtype} in layers that int8 changes too much: {layers}"
         if self.num_requantised:
             text += f"; {self.num_requantised} matrices of mixed types quantised a second time"
         return text
 
 
 class Probe:
-    """A Probe takes rows of text through a model's layers while they are loaded.
+    """The run of the probe text through a model's layers, while they are loaded.
 
-    batch  the rows
-    exact  their residual stream before the next layer, in the dtype's arithmetic, [rows, hidden]
+    Attributes:
+        batch: The rows of the text.
+        exact: [rows, hidden], the residual stream before the next layer in the dtype's arithmetic.
     """
 
     def __init__(self, model: NativeModel, tokens: np.ndarray):
-        """tokens: of a text, int64"""
+        """tokens: of the probe text, int64"""
         config = model.config
         self._model = model
         self._store = NativeStore(layouts_of(model.kernels, config, model.dtype)[:1], len(tokens) + 1, model.kernels)
@@ -139,7 +136,7 @@ class Probe:
         self.report = Report()
 
     def layer(self, number: int, choices: Mapping[Weight, Blocks]) -> None:
-        """Let linears of a layer multiply in int8 from now on if that changes little. choices: their matrices"""
+        """Switch a layer's linears to int8 if that changes little. choices: their int8 matrices"""
         if not number:
             self.exact = self._quantised = self._embedded()
         matrices = self._model.memory.matrices
@@ -155,7 +152,7 @@ class Probe:
         self.exact, self._quantised = exact, self._through(number, self._quantised)
 
     def finish(self) -> Report:
-        """Return the report, after the last layer."""
+        """Return the report. Call this after the last layer."""
         config = self._model.config
         if config.lm_head and self.report.cosines:
             ids = np.linspace(0, config.vocab_size - 1, min(LOGITS, config.vocab_size)).astype(np.int64)
@@ -169,13 +166,13 @@ class Probe:
         return NativeProgram(self._model, part=Part(embeds=True)).through(None, self.batch, self._store)
 
     def _through(self, number: int, x: np.ndarray) -> np.ndarray:
-        """Return the residual stream after a layer; x is left as it is."""
+        """Return the residual stream after a layer; x is not modified."""
         program = NativeProgram(self._model, part=Part(((number, 0, number),)))
         return program.through(x.copy(), self.batch, self._store)
 
 
 def _one_sequence(tokens: np.ndarray) -> SlotStep:
-    """Return the step of one sequence, of which all rows are read. Slot 0 is scratch."""
+    """Return the step of one sequence; every row is read. Slot 0 is scratch."""
     rows = np.arange(len(tokens))
     one = np.zeros(1, np.int64)
     return SlotStep(
@@ -189,6 +186,6 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the cosine of each row of a with that of b, [rows]."""
+    """Return the cosine of each row of a with the same row of b, [rows]."""
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     return np.asarray((a * b).sum(1) / np.maximum(lengths, 1e-8))

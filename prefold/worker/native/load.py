@@ -1,7 +1,7 @@
-"""Loads a checkpoint's weights into a NativeModel.
+"""Load a checkpoint's weights into a NativeModel.
 
-Names, shapes and memory are checked first. Then each tensor is packed from the file, without a copy in between if the
-file has numbers in their order.
+Names, shapes and memory are checked first. Then each tensor is packed directly from the mapped file, without a copy if
+the file stores the values in the order that packing reads.
 """
 
 from __future__ import annotations
@@ -35,32 +35,31 @@ from .program import COMPILE
 from .worker import NativeWorker
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
-# Of the memory that is free, the part that weights may take before they stay as stored although that is slower.
+# Memory is plenty if all weights, in the dtype, need at most this share of free memory. Then speed decides.
 COMFORTABLE = 0.5
-# A mixture is sparse if it has so many times as many experts as a row goes through: few rows meet in an expert.
+# A mixture is sparse if it has at least this many times as many experts as a row uses: few rows share an expert.
 SPARSE = 8
-# Bytes of a packed matrix to those of its file: scales of six bits have bytes of their own.
+# Ratio of the bytes of a packed matrix to its bytes in the file: scales of six bits get a byte each.
 PACKED = 1.03
-EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "clamped")  # that have kernels
-# Layer by layer: the most rows at once, the share of the free memory that their hidden states may take, and bytes of a
-# row's place in plans. Hidden states never go to disk: those of 6 * hidden rows are half as large as a layer of
-# 12 * hidden**2 weights, so fewer rows and more reads of the weights always move fewer bytes.
+EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "clamped")  # the activations that have kernels
+# Layerwise execution: the maximum number of rows at once, the share of free memory for their hidden states, and the
+# bytes of a row in plans. Hidden states never go to disk: the hidden states of 6 * hidden rows are half as
+# large as a layer with 12 * hidden**2 weights. So fewer rows and more reads of the weights always move fewer bytes.
 MOST_ROWS, STATES_SHARE, PLAN_BYTES = 1 << 16, 0.4, 256
 REMEDY = "use a smaller model, or more memory"
 
 
 def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
-    """Return the first thing of a model, or of a model beside it, that the native executor lacks, in words; None: it
-    runs the model.
+    """Name the first thing that the native executor lacks for a model or the models beside it.
 
-    dtype: by name; ranks: that the model is split over
+    None: it runs the model. dtype: by name; ranks: number of ranks of the model
     """
     found = (_missing(one, dtype, ranks) for one in (config, *config.models_beside))
     return next((thing for thing in found if thing is not None), None)
 
 
 def _missing(config: ModelConfig, dtype: str, ranks: int) -> str | None:
-    """Return the first thing of one model that the native executor lacks; None: it runs the model."""
+    """Name the first thing that the native executor lacks for one model. None: it runs the model."""
     compiled = kernels.load()
     if config.loading:
         return "modules of transformers"
@@ -85,7 +84,7 @@ def _missing(config: ModelConfig, dtype: str, ranks: int) -> str | None:
 
 
 def _has_whole_words(program: Program) -> bool:
-    """Return whether each product reads an even count of numbers of a row. What a gate leaves is filled up."""
+    """Return True if each product reads an even number of values per row. Outputs of gated linears are padded."""
     filled = {one.out for one in program.operations if isinstance(one, Linear) and one.gated}
     experts = [one for one in program.operations if isinstance(one, Experts)]
     products = [weight for one in experts for weight in (one.router, one.gate_up)]
@@ -107,24 +106,27 @@ def load_native(
     int8: np.ndarray | None = None,
     layerwise: str = "off",
 ) -> NativeModel:
-    """Return the model of a checkpoint.
+    """Load the model of a checkpoint.
 
-    dtype   "float32" or "bfloat16", of all weights that are not wide
-    seed    of random weights
-    keep    which matrices stay as the checkpoint stores them: see `kept_as_stored`
-    ranks   this process among those that the model is split over: this one's part is read; None: it has the whole
-    int8    tokens of a text: the linears of layers multiply in int8 if it changes little of it; None: none does
-    layerwise  whether weights are read layer by layer, as of `reads_by_layer`; then none is read now
+    Args:
+        dtype: "float32" or "bfloat16", for all weights that are not wide (always float32).
+        seed: Seed of random weights.
+        keep: Which matrices stay as the checkpoint stores them; see `kept_as_stored`.
+        ranks: This rank's view of a split model; only its part is read. None: this process has the whole model.
+        int8: Tokens of a probe text. Linears of a layer run in int8 if that changes the text's results little. None:
+            no int8.
+        layerwise: As `wish` of `reads_by_layer`. If weights are read layer by layer, this function reads none.
 
-    Raises OutOfMemoryError before anything is read, and CheckpointError with the names of tensors that are missing,
-    unexpected or misshapen.
+    Raises:
+        OutOfMemoryError: The weights do not fit; raised before anything is read.
+        CheckpointError: Tensors are missing, unexpected or have a wrong shape. It names them.
     """
     compiled = kernels.load()
     assert compiled is not None
     program, number = config.program(), DTYPES[dtype]
     may_read = reads_by_layer(layerwise, checkpoint, config, 1 if ranks is None else ranks.size, int8 is not None)
     if not may_read and (keep == "dtype" or checkpoint.format == "dummy"):
-        # By its numbers alone, before what is far too large is looked at.
+        # Check the config alone first: the file of a model that is far too large is not even opened.
         size = replace(config, lm_head=False).num_parameters * number.itemsize
         check_fits(size, checkpoint.name, REMEDY)
     offsets = {name: weight.offset for weight in program.weights for name, _ in weight.parts}
@@ -135,7 +137,7 @@ def load_native(
     model = NativeModel(config, number, compiled, ranks)
     stored = kept_as_stored(keep if int8 is None else "file", model, source)
     if keep == "file" and not stored:
-        message = "weights are to stay as the checkpoint stores them, and there is no code for its types"
+        message = "weights is 'file', but the kernels support none of the checkpoint's types"
         raise InputError(message, field="weights", remedy="leave --weights out")
     sizes = sizes_of(model.program.weights, number, stored)
     if layerwise == "on" or (may_read and needed_for(sizes) > available_memory()):
@@ -143,7 +145,7 @@ def load_native(
         loader.check_memory(checkpoint, sizes)
         model.loader = loader
         return model
-    # One memory for all ranks.
+    # The ranks share one memory, so rank 0 checks the whole model.
     check_memory(checkpoint, model.program if model.ranks.rank else whole, number, stored)
     fill(model, source, stored, None if int8 is None else Probe(model, int8))
     return model
@@ -157,21 +159,21 @@ def fill(
 ) -> None:
     """Read the weights of a model.
 
-    stored  the matrices that stay as they are stored, as of `kept_as_stored`
-    probe   says which layers multiply in int8; None: none does
+    stored: the matrices that stay as stored, from `kept_as_stored`; probe: decides which layers run in int8 (None: no
+    layer)
     """
     Loader(model, source, stored, probe).load()
 
 
 def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors by their names."""
+    """Return the shapes of all tensors by name."""
     return {name: shape for weight in weights for name, shape in weight.shapes.items()}
 
 
 def check_memory(
     checkpoint: Checkpoint, program: Program, dtype: np.dtype, stored: Mapping[Weight, int] = MappingProxyType({})
 ) -> None:
-    """Raise OutOfMemoryError if the weights of a program do not fit. stored: as of `fill`"""
+    """Raise OutOfMemoryError if the weights of a program do not fit. stored: as in `fill`"""
     sizes, remedy = sizes_of(program.weights, dtype, stored), REMEDY
     if dtype.itemsize == 4:
         remedy = f"use bfloat16 ({sum(sizes.values()) / 2e9:.1f} GB), or a smaller model"
@@ -179,56 +181,63 @@ def check_memory(
 
 
 def sizes_of(weights: Iterable[Weight], dtype: np.dtype, stored: Mapping[Weight, int]) -> dict[Weight, int]:
-    """Return the bytes in memory of each weight. stored: as of `fill`"""
+    """Return the bytes in memory of each weight. stored: as in `fill`"""
     return {weight: stored.get(weight, weight.size * _itemsize(weight, dtype)) for weight in weights}
 
 
 def needed_for(sizes: Mapping[Weight, int]) -> int:
-    """Return the bytes that loading weights of these sizes needs: while a matrix is packed it is there twice."""
+    """Return the bytes needed to load weights of these sizes. While a matrix is packed, it is in memory twice."""
     return sum(sizes.values()) + max(sizes.values(), default=0)
 
 
 def reads_by_layer(wish: str, checkpoint: Checkpoint, config: ModelConfig, ranks: int, int8: bool) -> bool:
-    """Return whether the weights of a model may be read layer by layer, once for many rows, and not stay in memory.
+    """Return True if the weights may be read layer by layer, once for many rows, instead of staying in memory.
 
-    wish: "on", "off", or "auto": if the weights do not fit, but random ones, which no file has
+    wish: "on", "off", or "auto" (yes if the weights may not fit; no for random weights, which have no file)
 
-    Raise InputError if they are to be, and cannot.
+    Raise InputError if wish is "on" and the model cannot run layer by layer.
     """
     reason = config.resident
     if ranks > 1:
         reason = "the model is split over ranks"
     if int8:
-        reason = "which layers multiply in int8 is found out with all weights in memory"
+        reason = "int8 needs all weights in memory, to find the layers that tolerate it"
     if wish == "on" and reason is not None:
         raise InputError(f"layerwise is on, and {reason}", field="layerwise", remedy="leave --layerwise out")
     return wish == "on" or (wish == "auto" and reason is None and checkpoint.format != "dummy")
 
 
 def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[Weight, int]:
-    """Return which matrices stay as they are stored, and their bytes.
+    """Return the matrices that stay as they are stored, and their bytes.
 
-    wish    "dtype": none; "auto" and "file": all that there is code for; "fast": the same, but none in bfloat16 if
-            memory is plenty
+    Args:
+        wish: "dtype": none. "file": every matrix whose type has kernels. "auto" and "fast": the same, with exceptions.
 
-    "auto" keeps none, if memory is plenty, in bfloat16 on a CPU that does not multiply it, nor of a batch-invariant
-    model, whose few rows are multiplied as many are: there the dtype is faster. "fast" does the same. In bfloat16
-    "auto" keeps the experts of a sparse mixture nevertheless. No matrix of a split model stays as stored.
+    A split model keeps none. If memory is plenty, "auto" and "fast" also keep none if the dtype is faster:
 
-    Times of steps beside weights in the dtype, measured with SmolLM2-135M as Q4_1 (docs/cpus.md). In float32: 0.4 to
-    0.5 with one sequence, 0.6 to 0.8 with two to four, 0.6 to 1.2 with eight, 1.5 with sixteen, 1.05 with 64, 1.0 for
-    prompts (AVX2, AVX-512; the slower memory is, the smaller they are). In bfloat16: with AMX 0.45 with one sequence,
-    1.06 with eight, 1.14 with 64, 1.10 for prompts; with AVX-512 0.7 to 1.4 with one, 1.1 to 1.4 with eight; with AVX2
-    0.45 with one, 0.75 with two, 2.7 to 3.5 with four to sixteen, 1.3 with 64, 1.04 for prompts.
+    - a batch-invariant model, because it multiplies few rows like many
+    - "auto" in bfloat16 on a CPU without bfloat16 multiplication, except for the experts of a sparse mixture
+    - "fast" in bfloat16
 
-    Times of experts, 3 of 96 as Qwen3.5-35B-A3B has 8 of 256 (2,048 by 512; Q4_K and Q6_K; AVX2, two threads of a
-    machine that others used too). In bfloat16: 0.5 to 0.9 with 1 to 16 rows, 1.0 with 32, 1.3 with 64, 2.0 to 2.6 with
-    128 and 256, 1.6 with 1,024. In float32: 0.2 to 0.7 with 1 to 32 rows, 0.8 with 64, 1.0 to 1.2 with more.
+    Time of a step relative to weights in the dtype, measured with SmolLM2-135M as Q4_1 (docs/cpus.md):
+
+    - float32 (AVX2, AVX-512): 0.4 to 0.5 with one sequence, 0.6 to 0.8 with two to four, 0.6 to 1.2 with eight, 1.5
+      with sixteen, 1.05 with 64, 1.0 for prompts. The slower the memory, the smaller the ratio.
+    - bfloat16 with AMX: 0.45 with one sequence, 1.06 with eight, 1.14 with 64, 1.10 for prompts.
+    - bfloat16 with AVX-512: 0.7 to 1.4 with one sequence, 1.1 to 1.4 with eight.
+    - bfloat16 with AVX2: 0.45 with one sequence, 0.75 with two, 2.7 to 3.5 with four to sixteen, 1.3 with 64, 1.04 for
+      prompts.
+
+    Relative time of experts, with 3 of 96 experts (Qwen3.5-35B-A3B uses 8 of 256) of 2,048 by 512, as Q4_K and Q6_K, on
+    AVX2 with two threads of a shared machine:
+
+    - bfloat16: 0.5 to 0.9 with 1 to 16 rows, 1.0 with 32, 1.3 with 64, 2.0 to 2.6 with 128 and 256, 1.6 with 1,024.
+    - float32: 0.2 to 0.7 with 1 to 32 rows, 0.8 with 64, 1.0 to 1.2 with more.
     """
     program, dtype, compiled, invariant = model.program, model.dtype, model.kernels, model.config.invariant
     is_split = model.ranks.size > 1
     if is_split and wish == "file":
-        message = "weights are to stay as the checkpoint stores them, and there is no code for that on several ranks"
+        message = "weights is 'file', but a model on several ranks cannot use weights as the checkpoint stores them"
         raise InputError(message, field="weights", remedy="leave --weights out")
     if is_split or wish == "dtype":
         return {}
@@ -248,7 +257,7 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
 
 
 def _sparse_stacks(program: Program) -> list[Weight]:
-    """Return the matrices of experts of sparse mixtures."""
+    """Return the expert matrices of sparse mixtures."""
     mixtures = [one for one in program.operations if isinstance(one, Experts) and one.experts >= SPARSE * one.chosen]
     return [weight for one in mixtures for weight in (one.gate_up, one.down)]
 
@@ -258,8 +267,11 @@ def _itemsize(weight: Weight, dtype: np.dtype) -> int:
 
 
 def _stored_size(weight: Weight, gated: bool, source: StoredSource, dtype: np.dtype, compiled: kernels.Kernels) -> int:
-    """Return the bytes of a matrix as it is stored; 0 if it does not stay so: there is no code for a type in it, it
-    would not be smaller, or gate and up, which share panels, are of two types."""
+    """Return the bytes of a matrix kept as stored, or 0 if it cannot be.
+
+    It cannot if a type in it has no kernel, if it would not be smaller, or if gate and up, which share panels, have two
+    types.
+    """
     (inputs,), parts = weight.inputs, [(rows, *source.stored_type(name)) for name, rows in weight.parts]
     kinds = {kind for _, kind, _ in parts}
     if (gated and len(kinds) > 1) or not all(compiled.has_blocks(kind, inputs) for kind in kinds):
@@ -269,19 +281,19 @@ def _stored_size(weight: Weight, gated: bool, source: StoredSource, dtype: np.dt
 
 
 def window_rows(config: ModelConfig, itemsize: int, needed: int) -> int:
-    """Return how many rows go through a model layer by layer at once. itemsize: bytes of a number; needed: bytes that
-    the largest part needs
+    """Return the number of rows that run through a model layer by layer at once.
 
-    Their hidden states take a share of the free memory. More rows than MOST_ROWS gain nothing: by then the weights are
-    read much faster than they are used.
+    Their hidden states use a share of the free memory. More rows than MOST_ROWS gain nothing: reading the weights then
+    needs much less time than computing with them.
+
+    itemsize: bytes per number; needed: bytes of the largest part of the weights
     """
     row_bytes = config.hidden * itemsize + PLAN_BYTES
     return max(1, min(MOST_ROWS, int((available_memory() - needed) * STATES_SHARE) // row_bytes))
 
 
 def window_extents(source: StoredSource, config: ModelConfig) -> list[Extent]:
-    """Return the bytes of files that a window with logits reads of a model layer by layer. They can be read while their
-    source lives."""
+    """Return the file extents that one window with logits reads, layer by layer. Valid while `source` lives."""
     program = config.program()
     parts: list[Iterable[Weight]] = [program.embed.weights, program.score_weights]
     parts += [[weight for one in operations for weight in one.weights] for operations in (*program.layers, program.end)]
@@ -298,9 +310,9 @@ def load_worker(
     dtype: str,
     ranks: OneRank[np.ndarray] | None = None,
 ) -> Loaded:
-    """Return the model of a checkpoint, ready to run; the errors are those of `LLM`.
+    """Load the model of a checkpoint. Errors: as documented for `LLM`.
 
-    ranks: this process among those that the model is split over; None: it has the whole
+    ranks: this rank's view of a split model; None: this process has the whole model
     """
     settle_threads(options.threads)
     int8 = probe_tokens(tokenizer, config) if options.arithmetic == "int8" else None
@@ -319,7 +331,7 @@ def load_worker(
 
 
 def settle_threads(threads: int | None) -> None:
-    """Set the number of threads, if one is given. What a program has set by PyTorch counts too."""
+    """Set the number of threads if one is given. If PyTorch is loaded, its thread settings count too."""
     if "torch" in sys.modules:
         from ..torch.device import settle_threads as with_torch
 
@@ -329,7 +341,7 @@ def settle_threads(threads: int | None) -> None:
 
 
 class Loader(PartLoader):
-    """Fills the memory of a model: with all weights, or with one part of them in place of another."""
+    """The loader of a model's memory: all weights at once, or one part of the weights at a time."""
 
     def __init__(
         self,
@@ -339,8 +351,7 @@ class Loader(PartLoader):
         probe: Probe | None = None,
         pool: PanelPool | None = None,
     ):
-        """stored: as of `fill`; probe: says which layers multiply in int8; None: none does; pool: an Arena, if parts
-        are to be loaded"""
+        """stored, probe: as in `fill`; pool: an Arena to load one part at a time, or None"""
         self._model, self._source, self._stored, self._probe = model, source, stored, probe
         self._pool, self._types = pool or PanelPool(), set[str]()
         self._split = model.shard.split(model.config)
@@ -364,7 +375,7 @@ class Loader(PartLoader):
             words.append(f"weights lie in memory as stored ({', '.join(sorted(self._types))})")
         model.stored_as = "; ".join(words)
 
-    # ------------------------------------------------------------------------------------- a part in place of another
+    # -------------------------------------------------------------------------------------------- one part at a time
 
     def load_embedding(self) -> None:
         embed = self._model.program.embed
@@ -400,7 +411,7 @@ class Loader(PartLoader):
             self._source.extent(name).read_ahead()
 
     def check_memory(self, checkpoint: Checkpoint, sizes: Mapping[Weight, int]) -> None:
-        """Set `needed` and `total`. Raise OutOfMemoryError if the largest part does not fit. sizes: of each weight"""
+        """Set `needed` and `total`. Raise OutOfMemoryError if the largest part does not fit. sizes: bytes by weight"""
         program = self._model.program
         reading, ends = self._model.config.reading_layer, {weight for one in program.end for weight in one.weights}
         layers = [*([layer] for layer in program.layers[:reading]), program.layers[reading:]]
@@ -426,7 +437,7 @@ class Loader(PartLoader):
         return [self._source.read(name, part) for (name, _), part in parts]
 
     def count(self, weight: Weight) -> None:
-        """Count the bytes of a weight that is read."""
+        """Add the bytes of a weight to `bytes_read`."""
         self.bytes_read += sum(self._source.extent(name).size for name, _ in weight.parts)
 
     def _load_operations(self, operations: Iterable[Operation]) -> None:
@@ -446,7 +457,7 @@ class Loader(PartLoader):
             self._load(operation.weights)
 
     def _latent(self, attend: AttendLatent) -> LatentMatrices:
-        """Return the matrices of attention over latents."""
+        """Return the matrices for attention over latents."""
         heads, dim, tail, rank = attend.heads, attend.dim, attend.tail, attend.rank
         up = self._array(attend.up).reshape(heads, -1, rank)
         absorb = np.zeros((heads, rank + tail, dim + tail), up.dtype)
@@ -460,7 +471,7 @@ class Loader(PartLoader):
         return LatentMatrices(packed(up), packed(absorb), packed(up[:, dim:]))
 
     def _load(self, weights: Iterable[Weight]) -> None:
-        """Load those of some weights that are not in memory yet."""
+        """Load the weights that are not in memory yet."""
         memory = self._model.memory
         for weight in weights:
             kinds = (memory.matrices, memory.stacks, memory.latents, memory.tables, memory.arrays)
@@ -468,18 +479,18 @@ class Loader(PartLoader):
                 memory.arrays[weight] = self._array(weight)
 
     def _load_layer(self, number: int, layer: Sequence[Operation]) -> None:
-        """Load the operations of a layer, and ask the probe whether its linears multiply in int8."""
+        """Load the operations of a layer, and let the probe decide which of its linears run in int8."""
         if self._probe is None:
             self._load_operations(layer)
             return
-        pool, self._pool = self._pool, PanelPool(piece=0)  # most of what is packed in the dtype is soon let go
+        pool, self._pool = self._pool, PanelPool(piece=0)  # most matrices packed in the dtype are freed again soon
         self._load_operations(layer)
         self._pool = pool
         linears = [operation for operation in layer if isinstance(operation, Linear)]
         self._probe.layer(number, {linear.weight: self._in_int8(linear, self._probe) for linear in linears})
 
     def _in_int8(self, linear: Linear, probe: Probe) -> Blocks:
-        """Return the matrix of a linear that is in memory, to be multiplied with rows of int8."""
+        """Return the int8 matrix of a linear whose matrix is in memory."""
         compiled, held, weight = self._model.kernels, self._model.memory.matrices[linear.weight], linear.weight
         types = {self._source.stored_type(name)[0] for name, _ in weight.parts}
         whole = {kernels.BLOCK_TYPES[name] for name in kernels.WHOLE_TYPES}
@@ -494,7 +505,7 @@ class Loader(PartLoader):
         return compiled.pack_int8(np.pad(values, ((0, 0), (0, fill))) if fill else values, self._pool)
 
     def _blocks(self, weight: Weight, *, gated: bool = False, experts: int = 1) -> Blocks | None:
-        """Return a matrix as it is stored, or those of experts; None: it does not stay so."""
+        """Return a matrix, or all experts' matrices, as stored. None: the weight does not stay as stored."""
         if weight not in self._stored:
             return None
         compiled = self._model.kernels
@@ -505,7 +516,7 @@ class Loader(PartLoader):
         return compiled.in_one_form(blocks) if self._model.config.invariant else blocks
 
     def _stack(self, weight: Weight, experts: int, *, gated: bool, filled: bool) -> np.ndarray | Blocks:
-        """Return the matrices of all experts. gated, filled: as of `pack_experts`"""
+        """Return the matrices of all experts. gated, filled: as in `pack_experts`"""
         blocks = self._blocks(weight, gated=gated, experts=experts)
         if blocks is not None:
             return blocks
@@ -515,8 +526,8 @@ class Loader(PartLoader):
     def _table(self, weight: Weight) -> Table:
         """Return the embedding, or an LM head that is not tied to it.
 
-        A head is packed at once if the numbers are not in the mapped file as they are wanted: they would be in memory
-        twice.
+        A head is packed now unless the mapped file has it in the right form: packing it later would need the memory of
+        both forms.
         """
         blocks = self._blocks(weight)
         if blocks is not None:
@@ -528,18 +539,18 @@ class Loader(PartLoader):
 
     @staticmethod
     def _is_wanted(values: np.ndarray, dtype: np.dtype) -> bool:
-        """Return whether numbers are as the kernels read them."""
+        """Return True if the kernels can read the array directly."""
         return values.dtype == dtype and values.flags.c_contiguous and values.ctypes.data % 4 == 0
 
     def _matrix(self, linear: Linear) -> np.ndarray | Blocks:
-        """Return the matrix of a linear."""
+        """Return the matrix of a linear, in the form of the kernels."""
         blocks = self._blocks(linear.weight, gated=linear.gated)
         if blocks is not None:
             return blocks
         return self._words(linear.weight, self._model.widths[linear.source], gated=linear.gated)
 
     def _words(self, weight: Weight, inputs: int, *, gated: bool = False) -> np.ndarray:
-        """Return a matrix packed, with zeros up to so many inputs."""
+        """Return a packed matrix, padded with zeros to `inputs` inputs."""
         self.count(weight)
         parts = self._read(weight)
         if fill := inputs - weight.inputs[0]:
@@ -549,7 +560,7 @@ class Loader(PartLoader):
         return self._model.kernels.pack_words(parts, self._pool, dtype=self._model.dtype, gated=gated)
 
     def _array(self, weight: Weight) -> np.ndarray:
-        """Return a weight as an array: that of the mapped file where it is one there, in the dtype."""
+        """Return a weight as an array in its dtype: a view of the mapped file if possible, else a copy."""
         dtype = np.dtype(np.float32) if weight.wide else self._model.dtype
         self.count(weight)
         if len(weight.parts) == 1 and not weight.offset:

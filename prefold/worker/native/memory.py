@@ -1,4 +1,4 @@
-"""Memory of the native executor: arrays that begin at a cache line, pages of zeros, and places of buffers."""
+"""Memory of the native executor: cache-aligned arrays, zero pages, and a workspace that buffers share."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ LINE = 64  # bytes of a cache line
 
 
 def empty_bytes(size: int) -> np.ndarray:
-    """Return uninitialised memory, uint8 [size], that begins at a cache line."""
+    """Return uninitialised memory, uint8 [size], aligned to a cache line."""
     memory = np.empty(size + LINE, np.uint8)
     first = -memory.ctypes.data % LINE
     return memory[first : first + size]
 
 
 class Workspace:
-    """Memory that the programs of one model use in turn. memory: uint8; it begins at a cache line"""
+    """Memory that the programs of one model use in turn. memory: uint8, aligned to a cache line"""
 
     def __init__(self) -> None:
         self.memory = empty_bytes(0)
 
     def reserve(self, size: int) -> np.ndarray:
-        """Return the memory, which is as large as that at least. Larger memory stands in place of the old one."""
+        """Return at least `size` bytes. Growing replaces the memory and discards its content."""
         if len(self.memory) < size:
             self.memory = empty_bytes(size)
         return self.memory
 
 
 def zero_pages(size: int) -> np.ndarray:
-    """Return zeros, uint8 [size], that begin at a page. A page takes memory when it is first written.
+    """Return zeros, uint8 [size], aligned to a page. A page uses physical memory only after the first write to it.
 
     Huge pages are off for this memory. A KV store touches a few rows in each of many regions (one for every plane,
-    head, and K or V), and with huge pages each region would take 2 MB for its first row.
+    head, and K or V), and with huge pages each region would use 2 MB for its first row.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no huge pages here
         return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)[:size]
@@ -51,11 +51,15 @@ def zero_pages(size: int) -> np.ndarray:
 def place_buffers(
     layers: Iterable[Sequence[Operation]], sizes: Mapping[Buffer, int], apart: Iterable[Buffer]
 ) -> tuple[dict[Buffer, int], int]:
-    """Return where buffers begin in one piece of memory, and its size. Two buffers share a place if no layer needs both
-    at once: from the first to the last of its operations that name a buffer.
+    """Return the offset of each buffer in one piece of memory, and the total size.
 
-    sizes  of the buffers, in whole cache lines
-    apart  the buffers that layers hand on to one another, which share nothing
+    Two buffers share memory if no layer needs both at once. A layer needs a buffer from its first to its last operation
+    that names the buffer.
+
+    Args:
+        layers: The operations of each layer.
+        sizes: The size of each buffer, in whole cache lines.
+        apart: Buffers that pass data from layer to layer. They share nothing.
     """
     places: dict[Buffer, int] = {}
     end = 0
@@ -85,6 +89,6 @@ def place_buffers(
 
 
 def _beside(span: Mapping[Buffer, tuple[int, int]], buffer: Buffer) -> list[Buffer]:
-    """Return the buffers that a layer needs while it needs this one."""
+    """Return the buffers that a layer needs at the same time as `buffer`."""
     first, last = span[buffer]
     return [name for name, (begin, stop) in span.items() if begin <= last and first <= stop]

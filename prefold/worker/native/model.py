@@ -1,4 +1,4 @@
-"""A model in the memory of the native executor: its program, and its weights as the compiled kernels read them."""
+"""A model in memory for the native executor: its program, and its weights in the layout of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -24,25 +24,22 @@ LOW_BYTES = sizeof(RowLow)
 
 @dataclass(frozen=True, slots=True)
 class PackedTable:
-    """A PackedTable is an embedding that is packed in words, as the LM head that it is too. words: int32 [panels, words
-    along hidden, 32]"""
+    """An embedding packed in words, shared with a tied LM head. words: int32 [panels, words along hidden, 32]"""
 
     words: np.ndarray
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the words."""
         return self.words.nbytes
 
     def rows(self, ids: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return rows of the table, [ids, hidden]."""
+        """Return the given rows of the table, [ids, hidden]."""
         return np.ascontiguousarray(self.words[ids // COLUMNS, :, ids % COLUMNS]).view(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentMatrices:
-    """The packed matrices of an AttendLatent, one for each head, as `LatentCall` has them: int32 [heads, panels, words,
-    32]."""
+    """The packed matrices of an AttendLatent, one per head, as in `LatentCall`: int32 [heads, panels, words, 32]."""
 
     expand: np.ndarray
     absorb: np.ndarray
@@ -50,46 +47,41 @@ class LatentMatrices:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all matrices."""
         return self.expand.nbytes + self.absorb.nbytes + self.restore.nbytes
 
 
-# The embedding: rows one behind the other, blocks as the file has them, or words.
+# An embedding: a plain array of rows, the blocks of the file, or packed words.
 Table = np.ndarray | Blocks | PackedTable
 
 
 @dataclass(slots=True)
 class Memory:
-    """A Memory holds the weights of a model.
+    """The weights of a model."""
 
-    matrices  of linears: packed words, or blocks as the file has them
-    stacks    of experts: the matrices of all, one behind the other, as in `matrices`
-    latents   of attention over latents
-    tables    the embedding, and an LM head that is not tied to it
-    arrays    all others, of the model's dtype, or float32 where they are wide
-    """
-
+    # Linears: packed words, or the blocks of the file.
     matrices: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
+    # Experts: the matrices of all experts, one after the other, in the same two forms.
     stacks: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
-    latents: dict[Weight, LatentMatrices] = field(default_factory=dict)
-    tables: dict[Weight, Table] = field(default_factory=dict)
-    arrays: dict[Weight, np.ndarray] = field(default_factory=dict)
+    latents: dict[Weight, LatentMatrices] = field(default_factory=dict)  # attention over latents (MLA)
+    tables: dict[Weight, Table] = field(default_factory=dict)  # the embedding, and an LM head not tied to it
+    arrays: dict[Weight, np.ndarray] = field(default_factory=dict)  # the rest, in the model's dtype or float32
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all weights, those of a mapped file among them."""
+        """Return the bytes of all weights, including weights in a mapped file."""
         kinds = (self.matrices, self.stacks, self.latents, self.tables, self.arrays)
         every = [one for kind in kinds for one in kind.values()]
         return sum({id(one): one.nbytes for one in every}.values())
 
 
 class PartLoader(Protocol):
-    """Loads one part of a model's weights in place of another, again and again.
+    """A loader of one part of a model's weights at a time, each in place of the last one, as often as needed.
 
-    bytes_read  bytes of the weights that were read, as files have them; a weight that is read twice counts twice
-    most_bytes  the most bytes of weights that were in memory at once
-    needed      bytes that loading the largest part needs
-    total       bytes that loading all weights needs
+    Attributes:
+        bytes_read: Bytes of weights read so far, as stored in files. A weight that is read twice counts twice.
+        most_bytes: Peak bytes of weights in memory.
+        needed: Bytes that loading the largest part needs.
+        total: Bytes that loading all weights needs.
     """
 
     bytes_read: int
@@ -98,32 +90,33 @@ class PartLoader(Protocol):
     total: int
 
     def load_embedding(self) -> None:
-        """Load what a pass begins with, in place of what is in memory."""
+        """Replace the weights in memory by the weights that a pass starts with."""
 
     def load_layers(self, first: int, stop: int) -> None:
-        """Load the layers from `first` to before `stop` in place of what is in memory; with the last layer what ends a
-        pass, too."""
+        """Replace the weights in memory by layers [first, stop). The last layer includes the end of a pass."""
 
     def load_heads(self, *, lm_head: bool) -> None:
-        """Load the classification head, and the LM head if it is wanted, in place of what is in memory."""
+        """Replace the weights in memory by the classification head, and by the LM head if wanted."""
 
     def read_ahead(self, number: int) -> None:
-        """Let the system read a layer from its file beside what is computed; after the last layer: the LM head."""
+        """Ask the system to read a layer from its file in the background. After the last layer: the LM head."""
 
 
 class NativeModel:
-    """A NativeModel is a model as the native executor has it.
+    """A model as the native executor runs it.
 
-    config     of the whole model; local: the same with the sizes of this rank's part of the layers
-    program    what this process computes
-    widths     of the program's buffers, those of gates padded as the kernels need it
-    memory     its weights
-    angles     tables of its rotary positions; None: nothing is rotated
-    stored_as  in words, which weights lie in memory as the checkpoint stores them
-    ranks      this process among those that the model is split over
-    shard      what it holds
-    loader     loads parts of the weights in turn, if they do not all stay in memory; None: they do
-    vocab      the tokens that its embedding and its LM head have
+    Attributes:
+        config: The config of the whole model.
+        local: The config with the sizes of this rank's part of the layers.
+        program: The operations that this process computes.
+        widths: The width of each buffer of the program. Outputs of gated linears are padded as the kernels need.
+        memory: The weights.
+        angles: The tables of rotary positions. None: nothing is rotated.
+        stored_as: For people: the weights that lie in memory as the checkpoint stores them.
+        ranks: This process's view of the ranks.
+        shard: This rank's part of the model.
+        loader: Loads parts of the weights in turn. None: all weights stay in memory.
+        vocab: The range of tokens in this rank's embedding and LM head.
     """
 
     computed_by = ""
@@ -135,7 +128,7 @@ class NativeModel:
         compiled: kernels.Kernels,
         ranks: OneRank[np.ndarray] | None = None,
     ):
-        """ranks: None: this process has the whole model"""
+        """ranks: this rank's view of a split model; None: this process has the whole model"""
         self.config, self.dtype, self.kernels = config, dtype, compiled
         self.ranks = ranks or OneRank()
         self.shard = shard = self.ranks.shard(config)
@@ -145,21 +138,21 @@ class NativeModel:
         self.loader: PartLoader | None = None
         self.stored_as = ""
         ropes = config.ropes
-        if config.rope is None and config.qk_norm:  # the kernel that rotates heads is the one that norms them
+        if config.rope is None and config.qk_norm:  # the kernel that rotates heads also norms them
             ropes = (STILL,) * len(config.planes)
         self.angles = AngleTables(ropes, config.rotated_dims) if ropes else None
         self._head: np.ndarray | Blocks | None = None
         self._score: ClassificationHead | None = None
-        self._columns: dict[tuple[int, ...], np.ndarray] = {}  # of the head, by tokens
+        self._columns: dict[tuple[int, ...], np.ndarray] = {}  # packed rows of the LM head, by tokens
         self._logits = np.empty(0, np.float32)
 
     def drop_weights(self) -> None:
-        """Drop all weights that were loaded, and what reading logits has left."""
+        """Drop all loaded weights, and the memory of past logits."""
         self.memory, self._head, self._logits = Memory(), None, np.empty(0, np.float32)
 
     @property
     def head_matrix(self) -> np.ndarray | Blocks | None:
-        """Return the LM head as products take it; None: the model has none. It is packed when it is first wanted."""
+        """Return the LM head in the layout of the linear kernels, packed on first use. None: there is no LM head."""
         head = self.program.head
         if self._head is None and head is not None:
             table = self.memory.tables[head]
@@ -171,18 +164,20 @@ class NativeModel:
 
     @property
     def view(self) -> kernels.RanksView | None:
-        """Return where compiled code exchanges with other ranks; None: it has the whole model."""
+        """Return the view with which compiled code exchanges data with other ranks. None: the model is not split."""
         return self.ranks.view
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the embedding and the LM head of this process have."""
+        """Return the number of tokens in this rank's embedding and LM head."""
         return self.vocab.stop - self.vocab.start
 
     def compiled_head(self) -> tuple[int | None, int | None, int] | None:
-        """Return the words or the blocks of the LM head, and how many tokens it has; None: there is no head, or the
-        largest logit is not that of the largest product. A bias and scales move logits. A cap makes logits equal that
-        are far from it and near to each other."""
+        """Return the words or blocks of the LM head, and its number of tokens, for a kernel that finds the argmax.
+
+        None: there is no LM head, or the argmax of the products is not the argmax of the logits. A bias or scales move
+        logits, and a logit cap can make two large logits equal.
+        """
         is_plain = self.config.logit_cap is None and not self.program.head_vectors
         if not is_plain or (head := self.head_matrix) is None:
             return None
@@ -190,10 +185,10 @@ class NativeModel:
         return words, blocks, self.tokens
 
     def logits(self, hidden: np.ndarray, ids: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
-        """Return float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden [rows, hidden].
+        """Return float32 logits [rows, vocabulary], or [rows, len(ids)] for given ids; hidden [rows, hidden].
 
-        The memory of logits of the whole vocabulary is used again by the next call. With several ranks rank 0 gets
-        logits of the whole vocabulary, others get no rows. Raise InputError if the checkpoint has no LM head.
+        The next call reuses the memory of logits of the whole vocabulary. In a split model, rank 0 gets the logits of
+        the whole vocabulary; other ranks get no rows. Raise InputError if the checkpoint has no LM head.
         """
         if not self.config.lm_head or (head := self.head_matrix) is None:
             raise no_lm_head()
@@ -205,7 +200,7 @@ class NativeModel:
         return self._shaped(self._biased(products, np.asarray(ids)))
 
     def head(self, hidden: np.ndarray) -> np.ndarray:
-        """Return the outputs of the classification head, float32 [rows, labels]. Raise InputError without one."""
+        """Return the outputs of the classification head, float32 [rows, labels]. Raise InputError if there is none."""
         if not self.program.score:
             raise InputError("this checkpoint has no classification head", field="model", code="no_head")
         if self._score is None:
@@ -217,16 +212,18 @@ class NativeModel:
         return self._score(hidden)
 
     def _room(self, rows: int) -> np.ndarray:
-        """Return memory for logits of all tokens that this process has. Fresh pages would cost a tenth to a third of
-        the product again."""
+        """Return memory for logits of this rank's tokens. It is reused: fresh pages would make the product 10 to 33 %
+        slower."""
         size = rows * self.tokens
         if len(self._logits) < size:
             self._logits = np.empty(size, np.float32)
         return self._logits[:size].reshape(rows, self.tokens)
 
     def _columns_of(self, ids: tuple[int, ...]) -> np.ndarray:
-        """Return the head's rows of some tokens, packed; zeros for those of other ranks. The rows of the last few
-        read-outs are kept."""
+        """Return the LM head's rows of some tokens, packed. Rows of other ranks are zeros.
+
+        The rows of the last 8 read-outs are cached.
+        """
         if ids not in self._columns:
             head = self.program.head
             assert head is not None
@@ -242,15 +239,14 @@ class NativeModel:
         return self._columns[ids]
 
     def _table_rows(self, table: Weight, ids: np.ndarray) -> np.ndarray:
-        """Return rows of a table, [ids, hidden], in the dtype. ids: int64"""
+        """Return rows of a table in the model's dtype, [ids, hidden]. ids: int64"""
         held = self.memory.tables[table]
         if isinstance(held, Blocks):
             return self.kernels.block_rows(held, ids, self.dtype)
         return held.rows(ids, self.dtype) if isinstance(held, PackedTable) else held[ids]
 
     def _biased(self, products: np.ndarray, ids: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Return the products of the LM head with its scales and its bias, in the same memory. ids: the tokens that
-        these are of"""
+        """Apply the LM head's scales and bias to its products, in place. ids: the tokens of the columns"""
         bias, scale = self.program.head_bias, self.program.head_scale
         if scale is not None:
             factors = np.float32(self.program.head_factor) * self.memory.arrays[scale][ids].astype(np.float32)
@@ -258,7 +254,7 @@ class NativeModel:
         return products if bias is None else np.add(products, self.memory.arrays[bias][ids], out=products)
 
     def _shaped(self, products: np.ndarray) -> np.ndarray:
-        """Return the logits of the products of the LM head, in the same memory."""
+        """Scale and cap the products of the LM head, in place: they become logits."""
         scale, cap = self.config.logit_scale, self.config.logit_cap
         if cap is None:
             return products if scale == 1 else np.multiply(products, np.float32(scale), out=products)
@@ -267,7 +263,7 @@ class NativeModel:
 
 
 def padded_widths(program: Program) -> dict[str, int]:
-    """Return the width of each buffer of a program: what a gate leaves is filled up to whole LANES, with zeros."""
+    """Return the width of each buffer of a program. Outputs of gated linears are padded with zeros to whole LANES."""
     widths = dict(program.widths)
     for operation in program.operations:
         if isinstance(operation, Linear) and operation.gated:
@@ -276,8 +272,11 @@ def padded_widths(program: Program) -> dict[str, int]:
 
 
 def in_turn(columns: np.ndarray) -> np.ndarray:
-    """Return what has an entry for each column of gate, then of up, filled up with zeros to whole LANES, with LANES of
-    each in turn."""
+    """Interleave gate and up: LANES entries of gate, then LANES of up, and so on.
+
+    columns: an array with one entry per column, first all of gate, then all of up. Each half is padded with zeros to
+    whole LANES.
+    """
     halves = columns.reshape(2, -1, *columns.shape[1:])
     fill = -halves.shape[1] % LANES
     halves = np.pad(halves, ((0, 0), (0, fill), *([(0, 0)] * (columns.ndim - 1))))
@@ -286,15 +285,17 @@ def in_turn(columns: np.ndarray) -> np.ndarray:
 
 
 class PackedAdapters:
-    """A PackedAdapters has the matrices of LoRA adapters as the kernels read them: those of an adapter since a row had
-    it first."""
+    """LoRA adapters packed for the kernels. An adapter is packed when a row first uses it."""
 
     def __init__(self, model: NativeModel, adapters: Sequence[AdapterArrays], linears: Sequence[Linear]):
         self._model, self._adapters, self._linears = model, adapters, linears
         self._packed: dict[int, PackedAdapter] = {}
 
     def adapt(self, call: ProgramCall, numbers: np.ndarray) -> tuple[Any, ...]:
-        """Say in a call which adapters its rows have, and return what it names by address. numbers: int64 [rows]"""
+        """Add the rows' adapters to a call. Return the objects that the call refers to by address, to keep them alive.
+
+        numbers: int64 [rows], the adapter of each row; -1: none
+        """
         addresses = (c_void_p * len(self._adapters))()
         for number in np.unique(numbers[numbers >= 0]).tolist():
             if (packed := self._packed.get(number)) is None:
@@ -310,15 +311,16 @@ class PackedAdapters:
 
 
 class PackedAdapter:
-    """A PackedAdapter has an adapter's matrices as the kernels read them.
+    """The matrices of one LoRA adapter, packed for the kernels.
 
-    table       a LowRank for each of a program's linears
-    most_ranks  of a linear
+    Attributes:
+        table: One LowRank for each linear of the program.
+        most_ranks: The largest rank of any linear.
     """
 
     def __init__(self, model: NativeModel, adapter: AdapterArrays, linears: Sequence[Linear]):
         self.table, self.most_ranks = (LowRank * len(linears))(), 0
-        self._keepalive: list[np.ndarray] = []  # what the table names by address
+        self._keepalive: list[np.ndarray] = []  # the arrays that the table refers to by address
         for number, linear in enumerate(linears):
             added = adapter.layers[linear.layer].get(linear.name) if linear.name else None
             if added is not None:
@@ -331,7 +333,7 @@ class PackedAdapter:
 def low_rank_matrices(
     model: NativeModel, added: LinearAdapter, linear: Linear
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return `a`, `b` and `spans` of a LowRank."""
+    """Return the arrays `a`, `b` and `spans` of a LowRank."""
     ranks, outputs = len(added.a), linear.weight.rows
     b = np.zeros((outputs, ranks), model.dtype)
     for part in added.parts:
@@ -339,7 +341,7 @@ def low_rank_matrices(
     if linear.gated:
         b = in_turn(b)
     b = np.pad(b, ((0, -len(b) % COLUMNS), (0, 0))).reshape(-1, COLUMNS, ranks).swapaxes(1, 2)
-    # A panel has the ranks from the first to the last of those that its columns have any part in.
+    # A panel stores the ranks from the first to the last one that any of its columns uses.
     used, numbers = (b != 0).any(2), np.arange(ranks)
     first, stop = used.argmax(1), (ranks - used[:, ::-1].argmax(1)) * used.any(1)
     inside = (numbers >= first[:, None]) & (numbers < stop[:, None])

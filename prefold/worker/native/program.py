@@ -1,4 +1,4 @@
-"""A program in the form that the compiled kernels run: one call takes the rows of a step through all operations."""
+"""Compile a program for the kernels: one call takes the rows of a step through all operations."""
 
 from __future__ import annotations
 
@@ -78,37 +78,31 @@ SCORES = {
     "sigmoid": RouterScore.SIGMOID,
     "sparsemixer": RouterScore.SPARSE_MIXER,
 }
-# A layer of a pass, the plane of its K/V, and the plane of the model whose window and rotation it has.
+# A layer of a pass, the plane where its K/V is stored, and the plane of the config with its window and RoPE.
 Visit = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A Part is a part of a pass, which a program of its own runs (`NativeProgram.through`).
+    """A part of a pass, which a program of its own runs (`NativeProgram.through`)."""
 
-    visits   the layers, with their planes counted from 0
-    embeds   whether it begins with the embedding
-    is_last  whether the pass ends with its last layer, which leaves out the rows that are not read
-    keys     whether it ends before the attention of its only layer: its keys and values are wanted
-    ends     whether it ends with what comes after the last layer
-    """
-
-    visits: tuple[Visit, ...] = ()
-    embeds: bool = False
-    is_last: bool = False
-    keys: bool = False
-    ends: bool = False
+    visits: tuple[Visit, ...] = ()  # the layers; planes are counted from 0
+    embeds: bool = False  # the part starts with the embedding
+    is_last: bool = False  # the part has the last layer of the pass, which drops unread rows
+    keys: bool = False  # the part ends before the attention of its only layer: only keys and values are computed
+    ends: bool = False  # the part has the operations after the last layer
 
 
 class StreamMemory:
-    """A StreamMemory has the K/V that a step of a row stream reads and leaves.
+    """The K/V that a stream step reads and writes.
 
-    kv      of the path above the next step, as of NativePath
-    fields  of the kernels' call
+    Attributes:
+        kv: The K/V of the path above the next step, as in NativePath.
+        fields: Fields of the kernel call.
     """
 
     def __init__(self, model: NativeModel, batch: StreamBatch, path: NativePath, planes: Sequence[int] | None = None):
-        """planes: of the model that the path has; None: all of them"""
+        """planes: the config planes that the path has; None: all"""
         config, dtype = model.local, model.dtype
         planes = range(len(config.planes)) if planes is None else planes
         kept_path, kept_new = len(batch.keep_path), len(batch.keep_new)
@@ -137,47 +131,40 @@ class StreamMemory:
             }  # fmt: skip
 
     def paths(self, first: int = 0) -> int:
-        """Return the address of what the kernels know of the planes from the first one on."""
+        """Return the address of the kernels' plane table, from plane `first` on."""
         return addressof(self._paths) + first * sizeof(PathPlane)
 
 
 def _path_rows(sizes: KVSizes, rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return memory for keys and values of a path."""
+    """Allocate keys and values for the rows of a path."""
     keys = np.empty((rows, sizes.heads, sizes.dim), dtype)
     return keys, None if sizes.in_keys else np.empty((rows, sizes.heads, sizes.value_dim), dtype)
 
 
 @dataclass(slots=True)
 class PreparedStep:
-    """A PreparedStep is a step that is ready to run. It serves all repetitions of the step (`NativeProgram.follow`).
-
-    buffers    the addresses of the buffers, int64
-    last       the last position of its rows
-    keepalive  what the call names by address beside these
-    ids        memory for the most likely tokens, where they are wanted
-    grows      whether the keys that its rows see can grow in place by a key each, once that was wanted
-    fields     further ones of the call
-    memory     the K/V of the call, of a part of a pass
-    """
+    """A step that is ready to run. One object serves all repetitions of the step (`NativeProgram.follow`)."""
 
     batch: SlotBatch | StreamBatch
     call: ProgramCall
-    buffers: np.ndarray
-    last: int
-    keepalive: tuple[Any, ...]
-    ids: np.ndarray | None = None
+    buffers: np.ndarray  # int64, the addresses of the buffers
+    last: int  # the largest position of the rows
+    keepalive: tuple[Any, ...]  # other objects that the call refers to by address
+    ids: np.ndarray | None = None  # memory for the most likely tokens, if they are read
+    # True if each row's visible keys can grow in place by one key per step. None: not checked yet.
     grows: bool | None = None
-    fields: Mapping[str, Any] = field(default_factory=lambda: NO_FIELDS)
-    memory: object = None
+    fields: Mapping[str, Any] = field(default_factory=lambda: NO_FIELDS)  # extra fields of the call
+    memory: object = None  # the K/V that the call uses, in a part of a pass
 
 
 class Compiler:
-    """A Compiler turns operations into those of the kernels (`kernels/src/interface.h`).
+    """The conversion of operations to the kernels' operations (`kernels/src/interface.h`).
 
-    number      of each buffer
-    windows     the sliding windows of planes, each once
-    linears     those that adapters may add to, in the order of their tables
-    states      the mixers, in the order of their states
+    Attributes:
+        number: The number of each buffer.
+        windows: The distinct sliding windows of planes.
+        linears: Linears that adapters can modify, in the order of the adapter tables.
+        states: The mixers, in the order of their states.
     """
 
     def __init__(self, model: NativeModel):
@@ -195,11 +182,11 @@ class Compiler:
         self._pending: Add | None = None
 
     def add(self, kind: Kind, **fields: Any) -> None:
-        """Add a compiled operation."""
+        """Append a compiled operation."""
         self.operations.append(CompiledOperation(kind=kind, **fields))
 
     def compile(self, operations: Iterable[Operation]) -> None:
-        """Add operations. A sum and the norm of it become one, also where the norm comes with the next call."""
+        """Append operations. A sum and its norm are fused, even if the norm comes with the next call."""
         for operation in operations:
             if (pending := self._pending) is not None:
                 self._pending = None
@@ -212,11 +199,11 @@ class Compiler:
                 continue
             compile_one = COMPILE.get(type(operation))
             if compile_one is None:
-                raise UnsupportedModelError(f"{type(operation).__name__} is an operation without a compiled form")
+                raise UnsupportedModelError(f"the compiled kernels lack the operation {type(operation).__name__}")
             compile_one(self, operation)
 
     def finish(self) -> None:
-        """Add what waits for a next operation."""
+        """Append a pending sum."""
         if self._pending is not None:
             self._sum(self._pending)
         self._pending = None
@@ -226,12 +213,12 @@ class Compiler:
         self.add(Kind.ADD, source=source, beside=beside, eps=add.scale, summed=self.is_split and add.summed)
 
     def norm(self, norm: Norm, beside: int = -1) -> None:
-        """Add a norm, of the sum of two buffers where `beside` is one."""
+        """Append a norm. beside: the buffer to add to the input first; -1: none"""
         factor, eps = norm.plain
         own = np.ones(norm.size, self.model.dtype) if norm.weight is None else self.memory.arrays[norm.weight]
         own = own if factor == 1 else own.astype(np.float32) * np.float32(factor)
         weight, wide, bias = self.address(own), own.dtype != self.model.dtype, None
-        if norm.kind == "layer":  # the bias is of the dtype of the weight
+        if norm.kind == "layer":  # the kernel reads the bias in the dtype of the weight
             bias = self.address(
                 np.zeros_like(own) if norm.bias is None else self.memory.arrays[norm.bias].astype(own.dtype)
             )
@@ -242,30 +229,30 @@ class Compiler:
         )  # fmt: skip
 
     def address(self, array: np.ndarray) -> int:
-        """Return the address of an array, which lives as long as the program."""
+        """Return the address of an array, and keep the array alive as long as the program."""
         self.keepalive.append(array)
         return array.ctypes.data
 
     def structure(self, call: Structure) -> int:
-        """Return the address of a structure, which lives as long as the program."""
+        """Return the address of a structure, and keep it alive as long as the program."""
         self.keepalive.append(call)
         return addressof(call)
 
     def floats(self, weight: Weight) -> np.ndarray:
-        """Return the numbers of a weight, rounded to the model's dtype, as float32."""
+        """Return a weight in float32, with values rounded to the model's dtype."""
         return self.memory.arrays[weight].astype(np.float32)
 
     def vector(self, weight: Weight) -> tuple[int, bool]:
-        """Return where the numbers of a weight are, and whether they are float32 where the model's are not."""
+        """Return the address of a weight's values, and True if they are float32 in a model of another dtype."""
         array = self.memory.arrays[weight]
         return self.address(array), array.dtype != self.model.dtype
 
     def is_added(self, summed: bool) -> bool:
-        """Return whether this process adds a bias. If results are summed over ranks, only the first rank does."""
+        """Return True if this process adds the bias. If ranks sum their results, only rank 0 adds it."""
         return not summed or self.model.ranks.rank == 0
 
     def bias(self, linear: Linear) -> int | None:
-        """Return where the bias of a linear is, with zeros for the outputs that have none; None: it has none."""
+        """Return the address of a linear's bias, padded with zeros to all outputs. None: this process adds none."""
         if linear.bias is None or not self.is_added(linear.summed):
             return None
         bias = self.memory.arrays[linear.bias]
@@ -273,7 +260,7 @@ class Compiler:
         return self.address(in_turn(bias) if linear.gated else bias)
 
     def linear(self, linear: Linear) -> None:
-        """Add a product."""
+        """Append a product."""
         words, blocks = kernels.matrix_addresses(self.memory.matrices[linear.weight])
         self.add(
             Kind.GATED if linear.gated else Kind.LINEAR, source=self.number[linear.source],
@@ -284,7 +271,7 @@ class Compiler:
         self.linears.append(linear)
 
     def rope(self, rope: Rope) -> None:
-        """Add the norm and the rotation of heads."""
+        """Append the norm and the rotation of heads."""
         weight, wide = (None, False) if rope.norm is None else self.vector(rope.norm)
         self.add(
             Kind.ROPE, source=self.number[rope.source], plane=self.tables[self.like] if rope.turned else -1, at=rope.at,
@@ -292,7 +279,7 @@ class Compiler:
         )  # fmt: skip
 
     def attend(self, attend: Attend) -> None:
-        """Add attention."""
+        """Append attention."""
         sinks = None if attend.sinks is None else self.vector(attend.sinks)[0]
         self.add(
             Kind.ATTEND, source=self.number[attend.source], out=self.number[attend.out], at=attend.at,
@@ -302,18 +289,21 @@ class Compiler:
         )  # fmt: skip
 
     def pick(self, pick: Pick) -> None:
-        """Leave out the rows that are not read, in the last visit of a pass."""
+        """Append the removal of unread rows, in the last visit of a pass."""
         for source in pick.sources if self.is_last else ():
             self.add(Kind.PICK, source=self.number[source], beside=source == pick.sources[-1])
 
     def embed(self, embed: Embed, at: int, columns: int, *, beside: bool = False) -> None:
-        """Add an embedding. at, columns: the first token of this rank, and how many it has; beside: whether it is one
-        beside the model's"""
+        """Append an embedding.
+
+        at, columns: the first token of this rank and its number of tokens; beside: True for an embedding other than the
+        model's input embedding
+        """
         table = self.memory.tables[embed.table]
         is_packed = isinstance(table, PackedTable)
         rows, blocks = kernels.matrix_addresses(table.words if isinstance(table, PackedTable) else table)
         learned = None if embed.positions is None else self.address(self.memory.arrays[embed.positions][embed.first :])
-        scale = float(np.array(embed.scale, self.model.dtype))  # rounded as in transformers, which has it as a tensor
+        scale = float(np.array(embed.scale, self.model.dtype))  # rounded like transformers' tensor
         self.add(
             Kind.EMBED, out=self.number[embed.out], weight=rows, blocks=blocks, wide=is_packed, bias=learned,
             at=at, columns=columns, keys=embed.table.rows if beside else 0, dim=self.config.vocab_size, eps=scale,
@@ -473,7 +463,7 @@ def _mixer(compiler: Compiler, kind: Kind, mixer: ShortConv | GatedDelta | Mamba
 
 
 def _conv(compiler: Compiler, taps: Weight, bias: Weight | None, scales: np.ndarray | float = 1.0) -> ConvCall:
-    """Return the constant part of a convolution: taps float32 [taps, channels]. scales: of channels, [channels, 1]"""
+    """Return the constant part of a convolution, with float32 taps [taps, channels]. scales: [channels, 1]"""
     of_channels = compiler.floats(taps)[:, 0] * np.float32(scales)
     channels, count = of_channels.shape
     return ConvCall(
@@ -511,7 +501,7 @@ def _mamba2(compiler: Compiler, mixer: Mamba2) -> None:
 
 
 def _norms_sum(norm: Norm, add: Add) -> bool:
-    """Return whether a norm is of what a sum has just made."""
+    """Return True if the norm's input is the sum that was just computed."""
     return add.scale == 1 and not add.summed and norm.source == add.source and norm.at == 0
 
 
@@ -543,10 +533,11 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
 
 
 class NativeProgram:
-    """A NativeProgram runs the layers and the final norm of one model, or a part of a pass.
+    """The compiled layers and final norm of one model, or a part of a pass.
 
-    memory       has the buffers of a step, which every step uses again
-    memory_rows  the most rows of a step that they hold
+    Attributes:
+        memory: The memory of the buffers, reused by every step.
+        memory_rows: The maximum number of rows that the buffers can hold.
     """
 
     def __init__(
@@ -556,8 +547,13 @@ class NativeProgram:
         part: Part | None = None,
         workspace: Workspace | None = None,
     ):
-        """adapters: those that steps number, in their order; part: of a pass; None: a whole pass; workspace: of several
-        programs; None: the program has its own"""
+        """Compile the program.
+
+        Args:
+            adapters: LoRA adapters, in the order by which steps number them.
+            part: The part of a pass to run. None: a whole pass.
+            workspace: Memory shared by several programs. None: the program has its own memory.
+        """
         self.model, self._kernels = model, model.kernels
         program = model.program
         self._part = part or Part(tuple(visits_of(model.config)), embeds=True, is_last=True, ends=True)
@@ -590,13 +586,12 @@ class NativeProgram:
         self._num_tables = len(self._dims)
         self._tables: list[np.ndarray] = []
         self._addresses = (c_void_p * self._num_tables)()
-        self._positions = 0 if self._num_tables else MOST_POSITIONS  # that the tables cover
+        self._positions = 0 if self._num_tables else MOST_POSITIONS  # number of positions that the tables cover
         self._adapters = PackedAdapters(model, adapters, compiler.linears)
         self._last: PreparedStep | None = None  # the last step over slots
 
     def embedded(self, batch: SlotBatch | StreamBatch, media: MediaRows[np.ndarray]) -> np.ndarray:
-        """Return what the rows of a step begin with, [rows, hidden]: their embeddings, or what media have in place of
-        these."""
+        """Return the input of the first layer, [rows, hidden]: embeddings, and media rows in place of media tokens."""
         model, at = self.model, media.at
         x, learned = self._empty(len(batch.tokens)), model.program.embed.positions
         buffers = np.zeros(len(self._number), np.int64)
@@ -615,19 +610,26 @@ class NativeProgram:
     def over_slots(
         self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> np.ndarray:
-        """Return the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store.
+        """Run a step over slots, and return the hidden states of the read rows, [rows, hidden].
 
-        x       what the rows begin with, which is written into; None: their embeddings
-        fields  further ones of the call, for operations that need them. The mapping of the last step says that they
-                are the same as then
+        The K/V of the step is then in the store.
+
+        Args:
+            x: The input of the first layer; it is overwritten. None: the embeddings.
+            fields: Extra fields of the call. Passing the same mapping object as in the last step says that the values
+                have not changed.
         """
         return self._run(self._over(batch, store, x, fields))
 
     def greedy(
         self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> np.ndarray | None:
-        """Return the most likely token of each row that is read, int64, in memory that the next step may write into.
-        Return None, and compute nothing, if the head has no compiled form. The arguments are those of `over_slots`."""
+        """Run a step over slots, and return the most likely token of each read row, int64. Arguments as in
+        `over_slots`.
+
+        The next step may overwrite the result. Return None without computing anything if the LM head has no compiled
+        form.
+        """
         if not self._adds_head():
             return None
         step = self._over(batch, store, x, fields)
@@ -639,9 +641,10 @@ class NativeProgram:
         return step.ids
 
     def follow(self, step: SlotStep, fields: Mapping[str, Any] = NO_FIELDS) -> SlotBatch | None:
-        """Make the last batch over slots the batch of the step that follows (`SlotStep.follows`), and return it. Return
-        None, and change nothing, if the call of the last step is not there any more, has other fields or cannot
-        grow."""
+        """Turn the last batch into the batch of the step that follows it (`SlotStep.follows`), and return it.
+
+        Return None and change nothing if the last call is gone, has other fields, or cannot grow.
+        """
         last = self._last
         if last is None or last.fields is not fields:
             return None
@@ -660,8 +663,10 @@ class NativeProgram:
         return batch
 
     def greedy_again(self, step: SlotStep) -> np.ndarray | None:
-        """Return what `greedy` returns, of the step that follows the last one. Return None, and compute nothing, if the
-        last step was not greedy or `follow` returns None."""
+        """Return the result of `greedy` for the step that follows the last step.
+
+        Return None without computing anything if the last step was not greedy or `follow` returns None.
+        """
         last = self._last
         if last is None or last.ids is None or self.follow(step) is None:
             return None
@@ -671,9 +676,11 @@ class NativeProgram:
     def over_rows(
         self, batch: StreamBatch, path: NativePath, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> tuple[np.ndarray, PathKV]:
-        """Return the hidden states of the rows of a step of a row stream that are read, [rows, hidden], and the K/V of
-        the path above the next step, as of NativePath, in the planes of the program's part. x, fields: as of
-        `over_slots`"""
+        """Run a stream step. Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above
+        the next step.
+
+        The K/V is as in NativePath, for the planes of the program's part. x, fields: as in `over_slots`
+        """
         memory = StreamMemory(self.model, batch, path, self._planes)
         step = self._prepared(batch, x, paths=memory.paths(), **memory.fields, **fields)
         step.keepalive = (*step.keepalive, memory)
@@ -687,13 +694,15 @@ class NativeProgram:
         first: int = 0,
         fields: CallFields = NO_FIELDS,
     ) -> np.ndarray:
-        """Return the residual stream [rows, hidden] after the program's part of a pass. After the last layer of a pass
-        only the rows that are read are left.
+        """Run the program's part of a pass, and return the residual stream [rows, hidden] after it.
 
-        x       the residual stream before, which is written into; None: the part begins with the embedding
-        memory  has the K/V
-        first   the plane of the first visit
-        fields  further ones of the call, which stay the same for a batch and its memory
+        After the last layer of a pass, the result has only the read rows.
+
+        Args:
+            x: The residual stream before the part; it is overwritten. None: the part starts with the embedding.
+            memory: The K/V.
+            first: The plane of the first visit.
+            fields: Extra fields of the call. They must stay equal for one batch and its memory.
         """
         step = self._last if self.memory is self._workspace.memory else None
         if step is None or step.batch is not batch or step.memory is not memory:
@@ -712,8 +721,10 @@ class NativeProgram:
         return x[: step.call.picked] if self._part.is_last else x
 
     def keys_values(self, x: np.ndarray, batch: SlotBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys and values [rows, kv_heads, dim] that the only layer of a part makes of the residual stream x
-        [rows, hidden], which is written into."""
+        """Return the keys and values [rows, kv_heads, dim] of the only layer of a part.
+
+        x: [rows, hidden], the residual stream; it is overwritten
+        """
         self._call(self._prepared(batch, x))
         number, _, _ = self._part.visits[0]
         attend = next(one for one in self.model.program.layers[number] if isinstance(one, Attend))
@@ -726,14 +737,16 @@ class NativeProgram:
         return keys, values
 
     def end_of(self, x: np.ndarray, batch: SlotBatch) -> np.ndarray:
-        """Return what comes after the last layer, [rows, hidden], of the residual stream x [rows, hidden], which is
-        written into; of a part without visits."""
+        """Run the operations after the last layer, for a part without visits. Return [rows, hidden].
+
+        x: [rows, hidden], the residual stream; it is overwritten
+        """
         return self._run(self._prepared(batch, x))
 
     def _over(
         self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None, fields: Mapping[str, Any]
     ) -> PreparedStep:
-        """Return a step over slots, ready to run: that of its batch, where it was the last one."""
+        """Return a step over slots that is ready to run: the last one if its batch, store and fields match."""
         step, planes = self._last, addressof(store.structs)
         if (
             step is None
@@ -748,7 +761,7 @@ class NativeProgram:
         return step
 
     def _adds_head(self) -> bool:
-        """Return whether the operations end with the model's head as it is now."""
+        """Append the model's LM head to the operations, if it has a compiled form. Return True if it has."""
         head = self.model.compiled_head()
         if head is None:
             return False
@@ -767,7 +780,7 @@ class NativeProgram:
         return np.empty((rows, self.model.config.hidden), self.model.dtype)
 
     def _run(self, step: PreparedStep) -> np.ndarray:
-        """Return the hidden states of the rows of a step that are read."""
+        """Run a step, and return the hidden states of the read rows."""
         out = self._empty(step.call.picked)
         step.buffers[self._number[OUT]], step.ids, step.call.ids = out.ctypes.data, None, None
         self._call(step)
@@ -778,8 +791,11 @@ class NativeProgram:
         self._kernels.run_program(step.call)
 
     def _prepared(self, batch: SlotBatch | StreamBatch, x: np.ndarray | None, **call_fields: Any) -> PreparedStep:
-        """Return a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
-        call_fields: where its K/V comes from and goes to, and what else is wanted"""
+        """Prepare a step.
+
+        x: the input of the first layer, which is overwritten (None: the embeddings); call_fields: extra fields of the
+        call, for its K/V and its results
+        """
         rows = len(batch.tokens)
         if rows > self.memory_rows or self.memory is not self._workspace.memory:
             self._make_room(max(rows, self.memory_rows))
@@ -788,7 +804,7 @@ class NativeProgram:
             self._cover(last)
         model, read_rows = self.model, batch.read_rows
         buffers = self._buffers.copy()
-        skipped = 0  # operations: a pass whose rows are given leaves out its embedding
+        skipped = 0  # number of operations: a pass with given inputs skips its embedding
         if x is not None:
             buffers[self._number[X]], skipped = x.ctypes.data, int(self._part.embeds)
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
@@ -807,7 +823,7 @@ class NativeProgram:
         return PreparedStep(batch, call, buffers, last, (x, plans, read_plans, adapted))
 
     def _calls(self, plans: Mapping[int | None, RowPlan] | Mapping[int | None, SlotPlan]) -> Any:
-        """Return the plans by the numbers of windows; none has queries that is not there."""
+        """Return one TileCall per sliding window. A window without a plan gets zero queries."""
         calls = (TileCall * len(self._windows))()
         for number, window in enumerate(self._windows):
             if window in plans:
@@ -815,14 +831,14 @@ class NativeProgram:
         return calls
 
     def _cover(self, last: int) -> None:
-        """Let the tables reach this position, which they do not yet."""
+        """Extend the tables of rotary positions to position `last`."""
         assert self.model.angles is not None
         self._tables = list(self.model.angles.covering(last + 1))
         self._positions = min(map(len, self._tables))
         self._addresses[:] = [table.ctypes.data for table in self._tables]
 
     def _make_room(self, rows: int) -> None:
-        """Make the buffers for steps of so many rows. The result is not among them."""
+        """Allocate the buffers for steps of up to `rows` rows. The result is allocated separately."""
         size = self.model.dtype.itemsize
         sizes = {name: -(-width * rows * size // LINE) * LINE for name, width in self.model.widths.items()}
         del sizes[OUT]
@@ -841,14 +857,14 @@ def before_attention(operations: Sequence[Operation]) -> tuple[Operation, ...]:
 
 
 class ProgramParts:
-    """A ProgramParts runs parts of a program, one at a time, over rows that the caller holds. A part has neither
-    attention nor states.
+    """Parts of a program, which run one at a time over rows of the caller. A part has no attention and no states.
 
-    If a part ends with a sum and the next part begins with the norm of it, that norm adds: it needs both buffers.
+    If a part ends with a sum and the next part starts with the norm of the sum, the next part does the addition.
+    It then needs both buffers.
     """
 
     def __init__(self, model: NativeModel, parts: Iterable[Sequence[Operation]]):
-        """parts: in the order in which each row goes through them"""
+        """parts: in the order in which each row passes through them"""
         self._model, compiler = model, Compiler(model)
         self._ends, self._names = [0], list[frozenset[Buffer]]()
         for operations in parts:
@@ -862,8 +878,7 @@ class ProgramParts:
         self._widths = np.array([model.widths[name] for name in compiler.number], np.int64)
 
     def run(self, part: int, buffers: Mapping[Buffer, np.ndarray]) -> None:
-        """Run a part over contiguous arrays, [rows, width] each. It reads them and writes into them; buffers that are
-        not given it makes for itself."""
+        """Run a part in place over contiguous arrays, [rows, width] each. Missing buffers are allocated."""
         arrays = dict(buffers)
         assert all(array.flags.c_contiguous for array in arrays.values()), "a buffer is not contiguous"
         rows = len(next(iter(arrays.values())))
@@ -883,7 +898,7 @@ class ProgramParts:
 
 def visits_of(config: ModelConfig) -> list[Visit]:
     """Return the visits of a whole pass. The plane of a layer without attention is -1."""
-    if len(config.visited) != len({*config.visited}):  # a looped model, whose visits have a plane each
+    if len(config.visited) != len({*config.visited}):  # a looped model: each visit has its own plane
         return [(number, plane, plane) for plane, number in enumerate(config.visited)]
     planes = {number: config.plane_of(number) for number in config.pass_layers if config.attends(number)}
     return [(number, planes.get(number, -1), planes.get(number, -1)) for number in config.pass_layers]

@@ -1,4 +1,4 @@
-"""What the native executor needs of a step, as arrays: plans of attention, rows to read, and the K/V between steps."""
+"""Convert steps to the arrays of the native executor: attention plans, rows to read, and the K/V between steps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..attention.row_plan import RowPlan, plan_rows
 from ..attention.slot_plan import SlotPlan, plan_slots, runs_by_window
 from ..pool import PoolPlan, plan_pool
 
-PathKV = Sequence[tuple[np.ndarray, np.ndarray | None]]  # as of NativePath
+PathKV = Sequence[tuple[np.ndarray, np.ndarray | None]]  # as in NativePath
 
 
 @dataclass(frozen=True, slots=True)
 class NativePath:
-    """A NativePath is what is held between two steps of a row stream: the K/V of the path's rows, and for mean pooling
-    their hidden states.
+    """The data carried between two steps of a row stream: K/V of the path, and hidden states for mean pooling.
 
-    rows    of the path
-    kv      of each plane keys [path, kv_heads, dim] and values [path, kv_heads, value dim], which may be those of a
-            longer path; values are None if they are numbers of the keys
-    hidden  float32 [path, hidden], or None
+    Attributes:
+        rows: Number of rows of the path.
+        kv: For each plane, keys [path, kv_heads, dim] and values [path, kv_heads, value dim]. They may belong to a
+            longer path. Values are None if they are part of the keys.
+        hidden: float32 [path, hidden], or None.
     """
 
     rows: int = 0
@@ -32,10 +32,12 @@ class NativePath:
     hidden: np.ndarray | None = None
 
     def truncate(self, rows: int) -> NativePath:
-        """Return the first `rows` rows: the next window shares no more than these with the last one. Raise ValueError
-        if there are fewer."""
+        """Return the path's first `rows` rows, because the next window may share fewer rows.
+
+        Raise ValueError if the path has fewer rows.
+        """
         if rows > self.rows:
-            raise ValueError(f"the step goes on with {rows} rows, its stream left {self.rows}")
+            raise ValueError(f"the step needs a path of {rows} rows, but its stream has {self.rows}")
         if rows == self.rows:
             return self
         return NativePath(rows, self.kv if rows else (), None if self.hidden is None else self.hidden[:rows])
@@ -43,53 +45,34 @@ class NativePath:
 
 @dataclass(frozen=True, slots=True)
 class StreamBatch:
-    """A StreamBatch is what the forward pass of a step of a row stream needs.
-
-    tokens, positions  int64 [rows]
-    read_rows   int64: rows whose hidden state is wanted; None: all of them
-    gather, scatter  of a folded step (sharing "mlp"), int64; else None
-    plans       by sliding window, every row queries
-    read_plans  by sliding window, only the rows that are read query: for the last layer
-    read_order  of a folded step: sorts the read rows by the stream row that stands for each; else None
-    keep_path   which rows of the carried path stay
-    keep_new    which of the new rows of the stream join it
-    pool        for readout "mean", where something is read
-    adapters    int64 [rows], the number of each row's adapter; None: no row has one
-    """
+    """The input of the forward pass of a stream step."""
 
     step: StreamStep
-    tokens: np.ndarray
-    positions: np.ndarray
-    read_rows: np.ndarray | None
-    gather: np.ndarray | None
-    scatter: np.ndarray | None
-    plans: dict[int | None, RowPlan]
-    read_plans: dict[int | None, RowPlan]
-    read_order: np.ndarray | None
-    keep_path: np.ndarray
-    keep_new: np.ndarray
-    pool: PoolPlan[np.ndarray] | None = None
-    adapters: np.ndarray | None = None
+    tokens: np.ndarray  # int64 [rows]
+    positions: np.ndarray  # int64 [rows]
+    read_rows: np.ndarray | None  # int64, the rows whose hidden state is read; None: all
+    gather: np.ndarray | None  # int64, of a folded step (sharing "mlp"), else None
+    scatter: np.ndarray | None  # int64, of a folded step, else None
+    plans: dict[int | None, RowPlan]  # by sliding window; every row queries
+    read_plans: dict[int | None, RowPlan]  # by sliding window; only read rows query, for the last layer
+    read_order: np.ndarray | None  # of a folded step: sorts the read rows by their stream rows; else None
+    keep_path: np.ndarray  # the rows of the carried path that stay
+    keep_new: np.ndarray  # the new rows of the stream that join the path
+    pool: PoolPlan[np.ndarray] | None = None  # for readout "mean", if the step reads anything
+    adapters: np.ndarray | None = None  # int64 [rows], the adapter of each row; None: no row has an adapter
 
 
 @dataclass(frozen=True, slots=True)
 class SlotBatch:
-    """A SlotBatch is what the forward pass of a step over slots needs.
+    """The input of the forward pass of a step over slots."""
 
-    numbers     tokens, positions and slots, int64 [3, rows]
-    read_rows   int64: rows whose hidden state is wanted; None: all of them, in order
-    plans       by sliding window, every row queries
-    read_plans  by sliding window, only the rows that are read query: for the last layer
-    adapters    int64 [rows], the number of each row's adapter; None: no row has one
-    """
+    numbers: np.ndarray  # int64 [3, rows]: tokens, positions and slots
+    read_rows: np.ndarray | None  # int64, the rows whose hidden state is read; None: all, in order
+    plans: dict[int | None, SlotPlan]  # by sliding window; every row queries
+    read_plans: dict[int | None, SlotPlan]  # by sliding window; only read rows query, for the last layer
+    adapters: np.ndarray | None = None  # int64 [rows], the adapter of each row; None: no row has an adapter
 
-    numbers: np.ndarray
-    read_rows: np.ndarray | None
-    plans: dict[int | None, SlotPlan]
-    read_plans: dict[int | None, SlotPlan]
-    adapters: np.ndarray | None = None
-
-    # Those of a step over slots are never folded.
+    # A step over slots is never folded.
     gather = scatter = read_order = None
 
     @property
@@ -109,7 +92,7 @@ class SlotBatch:
 
 
 def prepare_stream(step: StreamStep, config: ModelConfig) -> StreamBatch:
-    """Return all that the forward pass of a step needs; it may be called in any thread, while another step runs."""
+    """Return the input of a stream step's forward pass. Any thread may call this, while another step runs."""
     new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)
 
     def plan(query_rows: np.ndarray, window: int | None) -> RowPlan:
@@ -144,7 +127,7 @@ def prepare_stream(step: StreamStep, config: ModelConfig) -> StreamBatch:
 
 
 def prepare_slots(step: SlotStep, config: ModelConfig) -> SlotBatch:
-    """Return a step over slots as arrays. config: of this rank's part of the model"""
+    """Return the input of a slot step's forward pass. config: of this rank's part of the model"""
     plans = slot_plans(step, config, {plane.window for plane in config.planes})
     read_rows, read_plans = None, plans
     if len(step.read_rows) < step.num_rows:
@@ -160,10 +143,7 @@ def prepare_slots(step: SlotStep, config: ModelConfig) -> SlotBatch:
 def slot_plans(
     step: SlotStep, config: ModelConfig, windows: Iterable[int | None], queries: np.ndarray | None = None
 ) -> dict[int | None, SlotPlan]:
-    """Return the plan of attention of a step for each of these sliding windows.
-
-    queries: the rows that query, ascending; None: all.
-    """
+    """Return the attention plan of a step for each sliding window. queries: querying rows, ascending; None: all"""
     groups, invariant = config.group_of, config.invariant
     return {
         window: plan_slots(runs, len(positions), positions, window, group=groups[window], invariant=invariant)

@@ -1,4 +1,4 @@
-"""The worker that runs steps with the compiled kernels over NumPy memory, on a CPU."""
+"""The worker of the native executor: it runs steps with the compiled kernels over NumPy memory, on a CPU."""
 
 from __future__ import annotations
 
@@ -24,29 +24,31 @@ from .program import NO_FIELDS, NativeProgram
 from .steps import NativePath, PathKV, SlotBatch, StreamBatch, prepare_slots, prepare_stream
 from .store import NativeStore, layouts_of, slot_bytes
 
-# Larger steps hardly gain, and hold their intermediates in memory.
+# Default maximum rows of a step. Larger steps are hardly faster, and need memory for their intermediates.
 ROWS = 4096
-# The part of the memory that is free that K/V may take, and what it may take at most.
+# Default share of free memory for K/V, and the maximum in bytes.
 KV_SHARE, KV_MOST = 0.5, 4 << 30
 NO_PATH = NativePath()
 
 
 def bytes_of_slot(model: NativeModel) -> int:
-    """Return the bytes of a slot in all planes, of all ranks together."""
+    """Return the bytes of one slot in all planes, summed over all ranks."""
     config, size = model.config, model.ranks.size
     parts = (Shard.of(config, rank, size).local(config) for rank in range(size))
     return sum(slot_bytes(layouts_of(model.kernels, part, model.dtype)) for part in parts)
 
 
 class NativeWorker(Worker):
-    """Runs the steps of one model. If the model is split over ranks, every rank has a worker. All receive the same
-    messages in the same order; only rank 0's results are used.
+    """The worker of one model.
 
-    adapters  LoRA adapters by name
-    parts     what features add to it
-    carries   what parts carry through the layers of a stream beside K/V (`WorkerPart.carry`)
-    paths     the path of each stream that has not ended, by the stream's number
-    store     the KV store of generation, once a `MakeStore` has come
+    In a split model, every rank has a worker. All receive the same messages in the same order; only rank 0's results
+    are used.
+
+    Attributes:
+        adapters: LoRA adapters by name.
+        carries: The `WorkerPart.carry` functions of features.
+        paths: The path of each stream that has not ended, by the stream's number.
+        store: The KV store of generation, set by a `MakeStore` message.
     """
 
     def __init__(
@@ -81,18 +83,18 @@ class NativeWorker(Worker):
         self.store: NativeStore | None = None
         self._program: NativeProgram | None = None
         self.last_run: NativeProgram | None = None  # the program that ran the last SlotStep and holds its call
-        self._states: np.ndarray | None = None  # hidden states of rows in slots, once any are to be kept
+        self._states: np.ndarray | None = None  # hidden states of rows in slots, once a step stores any
         self.paths: dict[int, NativePath] = {}
         self._arrays = NumpyArrays(model.kernels)
         self._lock = threading.Lock()
-        give_back()  # what loading needed beside the weights
-        if model.loader is None:  # weights that are loaded again and again take what steps free
+        give_back()  # memory that only loading needed
+        if model.loader is None:  # a loader of weights reuses the memory that steps free
             keep_freed()
-        self._last = GivesBack()  # goes when all above has gone
+        self._last = GivesBack()  # must stay the last attribute: destroyed after the model, it trims the heap
 
     @property
     def program(self) -> NativeProgram:
-        """Return the program of whole passes. It is compiled when it is first needed: a part may run others."""
+        """Return the program of whole passes, compiled on first use because a feature may run its own programs."""
         if self._program is None:
             self._program = NativeProgram(self.model, list(self.adapters.values()))
         return self._program
@@ -106,7 +108,7 @@ class NativeWorker(Worker):
             else replace(message, tokens=in_vocabulary(message.tokens, self.model.config.media_token))
         )
         batch = prepare_stream(step, self.model.config)
-        return batch if step is message else replace(batch, step=message)  # which has the ids of media too
+        return batch if step is message else replace(batch, step=message)  # the original step has the media ids
 
     def start(self, message: Message, prepared: StreamBatch | None = None) -> Ticket:
         with self._lock:
@@ -123,7 +125,7 @@ class NativeWorker(Worker):
         raise OutOfMemoryError(f"memory is too small for a step of the model: {reason}")
 
     def forget(self, stream: int) -> None:
-        # Without the lock: the garbage collector may call this within `start`, whose stream is another one.
+        # No lock here: the garbage collector may call this inside `start`, for another stream.
         self.paths.pop(stream, None)
         for forget in self._forgets:
             forget(stream)
@@ -138,17 +140,17 @@ class NativeWorker(Worker):
 
     @property
     def passes(self) -> str:
-        """Return in words what computes a forward pass."""
+        """Describe for people the code that computes a forward pass."""
         return self._passes or "each forward pass is one compiled call"
 
     def run_stream(self, step: StreamStep) -> Ticket:
-        """Run a step of a row stream, and return its ticket."""
+        """Run a step of a row stream."""
         batch = self.prepare(step)
         assert batch is not None
         return self.run_batch(batch)
 
     def run_batch(self, batch: StreamBatch, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
-        """Run a prepared step of a row stream, and return its ticket. fields: further ones of the kernels' call"""
+        """Run a prepared step of a row stream. fields: extra fields of the kernel call"""
         media = None if self._media is None else self._media(batch.step.tokens)
         x = None if media is None else self.program.embedded(batch, media)
         return self.run_rows(batch, partial(self.program.over_rows, x=x, fields=fields))
@@ -156,7 +158,7 @@ class NativeWorker(Worker):
     def run_rows(
         self, batch: StreamBatch, over_rows: Callable[[StreamBatch, NativePath], tuple[np.ndarray, PathKV]]
     ) -> Ticket:
-        """Run a prepared step of a row stream by a function as `NativeProgram.over_rows`, and return its ticket."""
+        """Run a prepared step of a row stream with `over_rows`, a function like `NativeProgram.over_rows`."""
         step = batch.step
         path = self.paths.get(step.stream, NO_PATH).truncate(step.path)
         hidden, kv = over_rows(batch, path)
@@ -174,26 +176,26 @@ class NativeWorker(Worker):
         return DONE
 
     def _is_greedy(self, step: SlotStep) -> bool:
-        """Return whether a step gives nothing but the most likely token of each read."""
+        """Return True if the step reads only the most likely token of each read."""
         return step.drawing is None and not step.read_outs and not len(step.state_reads)
 
     def _go_on(self, step: Message) -> Ticket | None:
-        """Run a greedy step that follows a greedy one; None: it is another."""
+        """Run a greedy step that follows a greedy step. None: the step is of another kind."""
         program = self.last_run
         if program is None or type(step) is not SlotStep or not step.follows or not self._is_greedy(step):
             return None
         ids = program.greedy_again(step)
-        return None if ids is None else CompletedTicket(SlotResult(ids))  # each row is read, in order
+        return None if ids is None else CompletedTicket(SlotResult(ids))  # such a step reads every row, in order
 
     def run_slots(self, step: SlotStep, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
-        """Run a step over slots, and return its ticket. fields: further ones of the kernels' call"""
+        """Run a step over slots. fields: extra fields of the kernel call"""
         assert self.store is not None
         program, last = self.program, self.last_run
         self.last_run = None
         media = None if self._media is None else self._media(step.tokens)
         if media is not None:
             step = replace(step, tokens=in_vocabulary(step.tokens, self.model.config.media_token))
-        # That the step follows is the scheduler's word; that the call of the step before is still there is not.
+        # The scheduler says if the step follows the last one. Only the program knows if the last call is still valid.
         batch = None if last is None or media is not None or not step.follows else last.follow(step, fields)
         if batch is None:
             batch = self.prepare_slots(step)
@@ -207,7 +209,7 @@ class NativeWorker(Worker):
         return ticket
 
     def prepare_slots(self, step: SlotStep) -> SlotBatch:
-        """Return a step over slots as arrays. Raise ValueError for slots that are not there."""
+        """Convert a step over slots to arrays. Raise ValueError for slots outside the store."""
         assert self.store is not None
         config = self.model.local
         batch = prepare_slots(step, config)
@@ -217,7 +219,7 @@ class NativeWorker(Worker):
         return batch
 
     def read_slots(self, step: SlotStep, hidden: np.ndarray) -> Ticket:
-        """Return the ticket of what is read of a step over slots. hidden: [rows that are read, hidden]"""
+        """Return the ticket of a slot step's read-outs. hidden: [read rows, hidden]"""
         if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:
@@ -225,14 +227,14 @@ class NativeWorker(Worker):
         return SlotTicket(self._arrays, self.model, hidden, step, self._states)
 
     def _keep(self, step: SlotStep, hidden: np.ndarray) -> None:
-        """Put hidden states of a step's rows into their slots."""
+        """Store hidden states of a step's rows in their slots."""
         if self._states is None:
             assert self.store is not None
             self._states = np.empty((self.store.slots, hidden.shape[1]), hidden.dtype)
         self._states[step.slots[step.read_rows[step.state_reads]]] = hidden[step.state_reads]
 
 
-# By the type of a message, or of what was prepared for it, beside those of the parts. Functions, which hold no worker.
+# Handlers by the type of a message, or of a prepared message. Features add more. Plain functions: they hold no worker.
 _HANDLERS: Mapping[type, Callable[[Any, Any], Ticket]] = {
     StreamStep: NativeWorker.run_stream,
     StreamBatch: NativeWorker.run_batch,

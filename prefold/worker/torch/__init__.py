@@ -1,2 +1,1 @@
-"""The executor of GPUs and of training, and of dtypes and models that the compiled kernels do not know: tensors of
-PyTorch."""
+"""The executor for GPUs, for training, and for dtypes and models without compiled kernels: PyTorch tensors."""

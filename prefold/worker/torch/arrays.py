@@ -1,4 +1,4 @@
-"""The array operations of an executor, on tensors of one device."""
+"""The array operations of the torch executor: tensors of one device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .device import runs_triton, send
 from .ops import entropy, log_sum_exp
 from .tensors import array_of
 
-# Rows of logits that are copied at once to count ranks.
+# Rows of logits that are copied at once when ranks are counted.
 RANKED_ROWS = 32
 
 
 class TorchArrays(Arrays[Tensor]):
-    """Tensors of a device. A GPU that runs Triton is not waited for, but by what returns NumPy arrays."""
+    """Tensors of one device. On a GPU with Triton, only methods that return NumPy arrays wait for the device."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -136,7 +136,7 @@ class TorchArrays(Arrays[Tensor]):
         return self.send(tokens)
 
     def _scaled(self, logits: Tensor, rows: np.ndarray, inverses: np.ndarray) -> Tensor:
-        """Return (logit - the row's largest) / temperature of `rows`, float32 [rows, vocab]: 0 for the largest one."""
+        """Return (logit - the row's largest) / temperature for `rows`, float32 [rows, vocab]; 0 for the largest."""
         work = self.take(logits, self.send(rows))
         return work.sub_(work.amax(-1, keepdim=True)).mul_(self.send(inverses[:, None]))
 
@@ -148,7 +148,7 @@ class TorchArrays(Arrays[Tensor]):
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return the tensor on the host, or a tensor that soon holds it."""
+    """Copy a tensor to the host. A copy from a GPU is asynchronous, into pinned memory."""
     if not tensor.is_cuda:
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

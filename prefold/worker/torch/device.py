@@ -1,6 +1,6 @@
-"""The devices of a machine: their memory, the dtypes that they compute in, and copies of arrays to them.
+"""Devices: their memory and dtypes, and copies of arrays to them.
 
-Knows nothing of models, plans or steps.
+This module imports nothing about models, plans or steps.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from ...model import machine
 from ...spec import environment
 from ...spec.container import usable_cores
 
-# The dtypes that a model may be loaded in, by the name a user writes.
+# The dtypes of models, by the name in options.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Kinds of device that Triton compiles for. (Its interpreter runs on "cpu": for tests.)
+# Device types that Triton compiles for. (Tests add "cpu", for its interpreter.)
 TRITON_DEVICES = ("cuda",)
-# What our Triton kernels compute with; sums are float32 in each.
+# The dtypes of prefold's Triton kernels; all sum in float32.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Arrays that are uploaded together begin at multiples of so many int32 numbers: 16 bytes.
+# Arrays that are uploaded together start at multiples of this many int32 numbers (16 bytes).
 ALIGNMENT = 4
 kernels.calm_openmp()  # PyTorch has loaded OpenMP by now
 
 
 class TorchThreads:
-    """PyTorch's number of threads, and the kernels'.
+    """The numbers of threads of PyTorch and of the compiled kernels.
 
     Attributes:
-        first: PyTorch's number before any program chose one.
-        settled: PyTorch's number as `settle` left it.
+        first: PyTorch's number before the program chose one.
+        settled: PyTorch's number after the last `settle`.
     """
 
     def __init__(self) -> None:
         self.first = self.settled = torch.get_num_threads()
 
     def settle(self, threads: int | None) -> None:
-        """Set both numbers. None: as the user has chosen, or else at most `usable_cores`.
+        """Set both numbers. None: the user's choice, or else at most `usable_cores`.
 
-        The user chooses by `torch.set_num_threads`, by `kernels.set_threads` if PyTorch's number is still as it was
-        left, or by a variable. PyTorch itself does not know the CPU quota of a container.
+        The user chooses with `torch.set_num_threads`, with `kernels.set_threads` (if PyTorch's number has not changed
+        since the last `settle`), or with an environment variable. PyTorch ignores the CPU quota of a container.
         """
         now = torch.get_num_threads()
         if threads is None and now == self.settled:
@@ -68,7 +68,7 @@ settle_threads = TorchThreads().settle
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device called `name`; "auto" is a GPU where there is one. Raises InputError where it is not there."""
+    """Return the device called `name`; "auto" prefers a GPU. Raise InputError if the device does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -81,38 +81,40 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    """Returns what `machine.choose_dtype` does, of torch."""
+    """Return the result of `machine.choose_dtype` as a torch dtype."""
     return DTYPES[machine.choose_dtype(name, config, device.type)]
 
 
 def available_memory(device: torch.device | str) -> int:
-    """Returns what `machine.available_memory` does."""
+    """Return the free memory in bytes: of the GPU, or `machine.available_memory`."""
     device = torch.device(device)
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.available_memory()
 
 
 def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> None:
-    """Raises OutOfMemoryError when `needed` bytes are more than is available. subject, remedy: for its message."""
+    """Raise OutOfMemoryError if `needed` bytes exceed the free memory. subject, remedy: for the message"""
     machine.check_fits(needed, subject, remedy, free=available_memory(device), place=device.type)
 
 
 def free_cached(device: torch.device) -> None:
-    """Gives back the memory that torch keeps for later, after memory has run out."""
+    """Release the memory that torch caches, after running out of memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 @cache
 def block_memory(device: torch.device) -> int:
-    """Returns how many bytes of shared memory a block of threads may have on a GPU: 227 KiB on an H100, 99 KiB on an
-    A10G or L4. For other devices it returns an H100's number, as nothing bounds it there."""
+    """Return the shared memory of a thread block in bytes: 227 KiB on an H100, 99 KiB on an A10G or L4.
+
+    Other devices have no limit; an H100's number is returned.
+    """
     if device.type != "cuda":
         return 227 << 10
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 227 << 10)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context in which this thread's kernels go to `device`.
+    """Return a context in which this thread launches kernels on `device`.
 
     Triton launches kernels on the current GPU, whichever GPU the tensors are on.
     """
@@ -120,15 +122,14 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """Returns a copy of an array as a tensor on `device`, without waiting for it; integers except bytes become
-    int64."""
+    """Copy an array to a tensor on `device`, without waiting. Integers except bytes become int64."""
     is_kept = array.dtype.kind in "bf" or array.dtype == np.uint8
     host = torch.from_numpy(array.astype(array.dtype if is_kept else np.int64))
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Returns arrays of whole numbers below 2**31 as int32 tensors on `device`, in one copy that is not waited for."""
+    """Copy integer arrays (below 2**31) to int32 tensors on `device`, in one copy, without waiting."""
     starts, total = [], 0
     for array in arrays.values():
         starts.append(total)
@@ -137,7 +138,7 @@ def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, 
     numbers = host.numpy()
     for array, start in zip(arrays.values(), starts, strict=True):
         numbers[start : start + array.size] = array.reshape(-1)
-    # Memory that is pinned is not given to anybody else before the copy has been made.
+    # Pinned memory is not reused before the copy is done.
     moved = host.to(device, non_blocking=True)
     return {
         name: moved[start : start + array.size].view(array.shape)
@@ -147,17 +148,17 @@ def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, 
 
 @cache
 def has_triton() -> bool:
-    """Returns whether Triton is installed and PREFOLD_TRITON=0 does not forbid its use."""
+    """Return True if Triton is installed and PREFOLD_TRITON=0 is not set."""
     return environment.allows_triton() and importlib.util.find_spec("triton") is not None
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Returns whether our Triton kernels run on this device: a GPU that Triton compiles for."""
+    """Return True if prefold's Triton kernels run on this device: a GPU that Triton supports."""
     return device.type in TRITON_DEVICES and has_triton()
 
 
 class CompileClock:
-    """A CompileClock adds up the seconds that Triton's compiler reports, next to none for kernels on disk."""
+    """The sum of the seconds that Triton's compiler reports. Kernels cached on disk count almost nothing."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -181,7 +182,7 @@ _clock = cache(CompileClock)
 
 
 def compile_seconds() -> float:
-    """Returns the seconds that Triton has compiled for since the last call; the first starts the clock."""
+    """Return the seconds of Triton compilation since the last call. The first call starts the clock."""
     if not has_triton():
         return 0.0
     return _clock().take()

@@ -1,9 +1,9 @@
-"""`draw` in Triton, where the logits are on a GPU: a program a row, and nothing but the token leaves the device.
+"""`draw` in Triton, for logits on a GPU: one program per row, and only the token leaves the device.
 
-No row is sorted. A filter's bound is searched for among all float32 numbers, four ways at a time: one pass over the
-row, which lies in the second-level cache, sums the tokens that are at least as likely as a bound. Logits and noise (see
-`engine.sampling`) are added in float64, with the operations that NumPy does, so that both draw the same token; a
-comparison in float32 leaves few blocks for which that is needed.
+No row is sorted. The bound of a filter is found by a four-way search over all float32 numbers. Each pass over the row,
+which stays in the second-level cache, sums the tokens at or above a bound. Logits and noise (see `engine.sampling`) are
+added in float64, with NumPy's operations, so that both draw the same token. A float32 comparison first leaves few
+blocks that need this.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from ...spec.task import FILTERS
 
-# The columns of `draws`: the row of the logits, the lower and the upper half of the key, then the filters, with the
-# inverse of the temperature in its place.
+# The columns of `draws`: the row of the logits, the lower and the upper half of the key, then the filters. The column
+# of the temperature has its inverse.
 FIELDS = 3 + len(FILTERS)
 TEMPERATURE, TOP_N_SIGMA, MIN_P, TOP_K, TOP_P = (
     tl.constexpr(3 + FILTERS.index(name)) for name in ("temperature", "top_n_sigma", "min_p", "top_k", "top_p")
 )
-SIZE = 2048  # logits worked on at once
+SIZE = 2048  # logits processed at once
 
 
 def draw(logits: Tensor, draws: Tensor) -> Tensor:
-    """Returns the token that each draw gives, int64 [n]; -1 where a row's largest logit is not finite.
+    """Return the token of each draw, int64 [n]; -1 if the row's largest logit is not finite.
 
-    logits float32 [r, vocab]; draws float64 [n, FIELDS].
+    logits: float32 [r, vocab]; draws: float64 [n, FIELDS]
     """
     count, vocab = len(draws), logits.shape[1]
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -39,14 +39,14 @@ def draw(logits: Tensor, draws: Tensor) -> Tensor:
 
 @triton.jit
 def _rank(x):
-    """Returns float32 numbers as int32 in the same order."""
+    """Convert float32 numbers to int32 numbers of the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _hash(ids, low, high):
-    """Return what `engine.sampling.hash_ids` returns, for whole numbers as uint32."""
+    """Compute `engine.sampling.hash_ids` for integers, as uint32."""
     x = ids.to(tl.uint32) ^ low
     x = (x ^ (x >> 17)) * 0xED5AD4BB
     x = (x ^ (x >> 11) ^ high) * 0xAC4C1B51
@@ -56,19 +56,19 @@ def _hash(ids, low, high):
 
 @triton.jit
 def _upper(hashes):
-    """Returns the upper 24 bits of hashes, as a float32 number in [0, 1)."""
+    """Return the upper 24 bits of hashes, as float32 in [0, 1)."""
     return (hashes >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216)
 
 
 @triton.jit
 def _scaled(ROW, at, vocab, largest, inverse):
-    """Returns (logit - the row's largest) / temperature."""
+    """Return (logit - the row's largest) / temperature."""
     return (tl.load(ROW + at, mask=at < vocab, other=-float("inf")) - largest) * inverse
 
 
 @triton.jit
 def _deviation(ROW, vocab, largest, SIZE: tl.constexpr):
-    """Returns the standard deviation of the logits that are finite, as a float64 number."""
+    """Return the standard deviation of the finite logits, as float64."""
     count = tl.zeros([SIZE], tl.float64)
     sums = tl.zeros([SIZE], tl.float64)
     for start in range(0, vocab, SIZE):
@@ -85,11 +85,13 @@ def _deviation(ROW, vocab, largest, SIZE: tl.constexpr):
 
 @triton.jit
 def _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr):
-    """Returns the ranks of logits from `start` on, which of them are left, and their weights: 1 for the most likely
-    one, zero for what is filtered out."""
+    """Return ranks, a mask of remaining tokens, and weights, for the logits from `start` on.
+
+    The weight is exp((logit - largest) / temperature): 1 for the most likely token, 0 for a filtered token.
+    """
     at = start + tl.arange(0, SIZE)
     inside = at < vocab
-    x = tl.load(ROW + at, mask=inside, other=-float("inf")) + 0.0  # of -0.0 too
+    x = tl.load(ROW + at, mask=inside, other=-float("inf")) + 0.0  # turns -0.0 into 0.0
     weight = tl.exp2((x - largest) * inverse * 1.4426950408889634)
     rank = _rank(x)
     left = inside & (weight >= min_p) & (rank >= least)
@@ -98,7 +100,7 @@ def _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr)
 
 @triton.jit
 def _total(ROW, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr):
-    """Returns the sum of the weights of what is left."""
+    """Return the sum of the weights of the remaining tokens."""
     sums = tl.zeros([SIZE], tl.float32)
     for start in range(0, vocab, SIZE):
         _, _, weight = _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE)
@@ -108,8 +110,10 @@ def _total(ROW, vocab, largest, inverse, min_p, least, SIZE: tl.constexpr):
 
 @triton.jit
 def _bound(ROW, vocab, largest, inverse, min_p, least, target, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """Returns the highest rank at which as much as `target` is at or above it, of what is left; `least` where there is
-    none. COUNT: as many tokens, else as much weight."""
+    """Return the highest rank such that the remaining tokens at or above it amount to at least `target`.
+
+    `least` if there is no such rank. COUNT: the amount is a number of tokens, else a sum of weights.
+    """
     low = least.to(tl.int64)
     high = _rank(largest).to(tl.int64)
     while low < high:
@@ -169,18 +173,18 @@ def _draw(LOGITS, DRAWS, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.c
 
 @triton.jit
 def _most_lifted(ROW, vocab, largest, inverse, min_p, least, low, high, SIZE: tl.constexpr):
-    """Returns the token whose logit over the temperature plus noise is the largest, of what is left: the first of
-    equals.
+    """Return the argmax of logit / temperature + noise over the remaining tokens. Ties go to the lowest id.
 
-    It is the one with the least -log(1 - v) / weight, v being its hash as a number in (0, 1). That is at most
-    v / (1 - v) / weight, and no token can have the least for which v / weight alone is more than that of another.
+    This is the token with the least -log(1 - v) / weight, where v is its hash as a number in (0, 1). Because
+    v <= -log(1 - v) <= v / (1 - v), a token cannot be the least if its v / weight exceeds the v / (1 - v) / weight of
+    another token.
     """
     bound = tl.full([SIZE], float("inf"), tl.float32)
     for start in range(0, vocab, SIZE):
         _, _, weight = _load(ROW, start, vocab, largest, inverse, min_p, least, SIZE)
         v = _upper(_hash(start + tl.arange(0, SIZE), low, high)) + 1.0 / 16777216
         bound = tl.minimum(bound, tl.where(weight > 0, v / ((1 - v) * weight), float("inf")))
-    reach = tl.min(bound, 0) * 1.001  # with room for rounding
+    reach = tl.min(bound, 0) * 1.001  # allows for rounding
 
     best = tl.full([], -float("inf"), tl.float64)
     token = tl.full([], -1, tl.int32)

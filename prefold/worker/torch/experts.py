@@ -16,15 +16,14 @@ from .operations import Execution, Place, Rows
 from .ops import ACTIVATIONS, Ops, wide
 from .products import wide_product
 
-# Rows of matrices that lie so many bytes apart can be multiplied by groups on a GPU.
+# grouped_mm on a GPU needs rows of matrices at multiples of this many bytes.
 GROUPED_BYTES = 16
-# Of gpt-oss's activation, as in kernels/src/activations.h.
+# Constants of gpt-oss's activation, as in kernels/src/activations.h.
 ALPHA, LIMIT = 1.702, 7.0
 
 
 class ExpertLinear(Linear):
-    """An ExpertLinear has the weights of one linear of each expert, one below the other: [experts * outputs, inputs],
-    and perhaps biases.
+    """One linear of every expert: weights stacked as [experts * outputs, inputs], maybe with biases.
 
     gated: the linear is gate and up side by side
     """
@@ -44,21 +43,21 @@ class ExpertLinear(Linear):
         self.experts, self.gated = experts, gated
 
     def pack(self, pool: kernels.PanelPool | None = None) -> None:
-        """Leave the weights as they are: no product takes the matrices of several experts."""
+        """Do nothing: no packed product supports the matrices of several experts."""
 
     def matrices(self) -> Tensor:
-        """Returns the weights, [experts, outputs, inputs]."""
+        """Return the weights, [experts, outputs, inputs]."""
         assert self.weight is not None
         return self.weight.unflatten(0, (self.experts, -1))
 
     @property
     def biases(self) -> Tensor | None:
-        """Returns the biases, [experts, outputs]; None: there are none."""
+        """Return the biases, [experts, outputs], or None."""
         return None if self.bias is None else self.bias.unflatten(0, (self.experts, -1))
 
 
 class ExpertWeights(nn.Module):
-    """The weights of a mixture: the router, and one linear for gate and up and one for down of all experts."""
+    """The weights of a mixture: the router, one linear with gate and up of all experts, and one with down."""
 
     def __init__(self, operation: Experts, place: Place):
         super().__init__()
@@ -69,7 +68,7 @@ class ExpertWeights(nn.Module):
         biased = operation.gate_up_bias is not None
         outputs = 2 * width if operation.gated else width
         self.gate_up = ExpertLinear(experts, inputs, outputs, gated=operation.gated, bias=biased, **options)
-        # The biases of what is summed over ranks are added once.
+        # If ranks sum their results, only rank 0 adds the bias.
         biased = operation.down_bias is not None and place.ranks.rank == 0
         self.down = ExpertLinear(experts, width, inputs, gated=False, bias=biased, **options)
         self.correction = None if operation.correction is None else place.empty(operation.correction)
@@ -77,10 +76,10 @@ class ExpertWeights(nn.Module):
 
 
 def experts(operation: Experts, weights: ExpertWeights, rows: Rows) -> None:
-    """Take each row through the experts to which the router gives the largest logits."""
+    """Run each row through the experts with its largest router scores."""
     h = rows.get(operation.source)
     read = h if operation.by is None else rows.get(operation.by)
-    # In float32: rounded logits tie.
+    # In float32, because rounded logits tie.
     router, weight = weights.router.product, weights.router.weight
     logits = router.wide(read) if router is not None else wide_product(read, weight)
     if weights.router.bias is not None:
@@ -90,14 +89,14 @@ def experts(operation: Experts, weights: ExpertWeights, rows: Rows) -> None:
 
 
 def choose_experts(operation: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the weights and the numbers of the experts that each row goes through, [rows, chosen] each, largest first.
+    """Return the weights and the numbers of each row's experts, [rows, chosen] each, largest first.
 
     logits: float32 [rows, experts]
     """
     if operation.score == "sparsemixer":
         return mix_sparsely(operation, logits)
     scores = logits.sigmoid() if operation.score == "sigmoid" else logits.softmax(-1)
-    # Where scores decide alone, logits decide without rounding.
+    # Without a correction, choosing by logits avoids the rounding of scores.
     keys = logits if correction is None else (logits if operation.corrects_logits else scores) + correction
     if operation.groups > 1:
         keys = scores if correction is None else keys
@@ -116,7 +115,7 @@ def choose_experts(operation: Experts, logits: Tensor, correction: Tensor | None
 
 
 def mix_sparsely(operation: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights and the numbers of the experts of each row, by "sparsemixer"."""
+    """Return the weights and the numbers of each row's experts, by the "sparsemixer" router."""
     experts = logits.topk(operation.chosen, -1)[1]
     left, weights = logits, []
     for choice in experts.split(1, -1):
@@ -128,7 +127,7 @@ def mix_sparsely(operation: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def through_experts(operation: Experts, weights: ExpertWeights, h: Tensor, logits: Tensor, ops: Ops) -> Tensor:
-    """Sort pairs of a row and an expert by expert, so that each expert's rows are one product with its matrices."""
+    """Run rows through their experts. Pairs of row and expert are sorted: one product per expert and matrix."""
     chosen = operation.chosen
     shares, experts = choose_experts(operation, logits, weights.correction)
     if weights.scales is not None:
@@ -142,7 +141,7 @@ def through_experts(operation: Experts, weights: ExpertWeights, h: Tensor, logit
     results = grouped(inner, weights.down.matrices(), ends)
     if weights.down.biases is not None:
         results = results + weights.down.biases[experts]
-    outputs = results[pairs.argsort()].unflatten(0, (-1, chosen))  # in the order of each row's own experts
+    outputs = results[pairs.argsort()].unflatten(0, (-1, chosen))  # back in the order of rows and their choices
     return (wide(outputs) * shares[..., None]).sum(1).to(h.dtype)
 
 
@@ -155,24 +154,24 @@ EXECUTION = Execution(experts, ExpertWeights, NAMES)
 
 
 def activated(operation: Experts, gate_up: Tensor, ops: Ops) -> Tensor:
-    """Return what an expert goes on with, [rows, width]."""
+    """Return the input of the down linear, [rows, width]."""
     if operation.activation == "clamped":
         return clamped(gate_up)
     return ops.gate(gate_up, operation.activation) if operation.gated else ACTIVATIONS[operation.activation](gate_up)
 
 
 def clamped(gate_up: Tensor) -> Tensor:
-    """Returns what an expert of gpt-oss goes on with, of gate_up [rows, 2 * width]: [rows, width]."""
+    """Return gpt-oss's activation of gate_up [rows, 2 * width]: [rows, width]."""
     gate, up = gate_up.chunk(2, -1)
     gate = gate.clamp(max=LIMIT)
     return gate * torch.sigmoid(ALPHA * gate) * (1 + up.clamp(-LIMIT, LIMIT))
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Returns the product of rows x [rows, inputs] with matrices [experts, outputs, inputs]: [rows, outputs]. ends:
-    int64 [experts], where the rows of each end, which lie one behind the other.
+    """Multiply each expert's rows of x [rows, inputs] with its matrix: [rows, outputs].
 
-    On a GPU nothing waits for `ends`, but for gradients and float64: PyTorch's own fallback would, too.
+    matrices: [experts, outputs, inputs]; ends: int64 [experts], one past each expert's last row, since x is sorted by
+    expert. On a GPU the host does not wait for `ends`, except for gradients and float64.
     """
     apart = (matrices.shape[1] * x.itemsize, matrices.shape[2] * x.itemsize)
     if x.is_cuda and x.dtype == torch.bfloat16 and not any(size % GROUPED_BYTES for size in apart):

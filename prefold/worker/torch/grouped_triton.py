@@ -1,5 +1,8 @@
-"""Products of each expert's rows with its matrix in Triton. How many rows each has is known on the device alone: the
-host never waits for it, and a captured graph serves all steps of a size."""
+"""Multiply each expert's rows with its matrix, in Triton.
+
+Only the device has the number of rows per expert. So the host never waits for it, and one captured graph serves all
+steps of a size.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Worked on at once; not measured on a GPU yet.
+# Block sizes; not measured on a GPU yet.
 ROWS, COLUMNS, STEP = 16, 64, 32
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Returns what `experts.grouped` does. No gradients."""
+    """Compute `experts.grouped`. No gradients."""
     (rows, inputs), (experts, outputs, _) = x.shape, matrices.shape
     x, matrices = x.contiguous(), matrices.contiguous()
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    # Blocks of one expert's rows; at most so many, of which the last ones may have no rows.
+    # Each block has rows of one expert. The number of blocks is an upper bound: the last blocks may have no rows.
     counts = ends.diff(prepend=ends.new_zeros(1))
     last = ((counts + ROWS - 1) // ROWS).cumsum(0)
     block = torch.arange(-(-rows // ROWS) + experts, device=x.device)

@@ -1,4 +1,4 @@
-"""The operations of one layer, with their weights, as a function of rows."""
+"""The operations of one layer with their weights, as a function of rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from .ops import Ops
 
 
 class Layer(nn.Module):
-    """A Layer takes rows through the operations of one layer.
+    """The operations of one layer, with their weights.
 
-    Each operation that has weights is a module here, by a name that `name_of` gives. Operations of one kind that have
-    the same weights are one module.
+    Each operation that has weights is a submodule, named by `name_of`. Operations of one kind with the same weights
+    share a submodule.
 
-    operations  those of the program
-    held        the weights, with their parameters
-    linears     those that adapters know, by their names
-    attends     the operation that is attention; None: the layer has a state in its place
+    Attributes:
+        operations: The program's operations.
+        held: The weights with their parameters.
+        linears: The linears that adapters can modify, by name.
+        attends: The attention operation. None: a recurrent layer, with a state instead.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Layer(nn.Module):
         split: Split = WHOLE,
         kept: Collection[Buffer] = (),
     ):
-        """Make the parameters. split: as of `held_weights`; kept: as of Program"""
+        """Allocate the parameters. split: as in `held_weights`; kept: as in Program"""
         super().__init__()
         self.operations, self.ranks = tuple(operations), place.ranks
         self.held: list[HeldWeight] = []
@@ -60,7 +61,7 @@ class Layer(nn.Module):
 
     @property
     def weights(self) -> Iterator[tuple[Operation, nn.Module]]:
-        """Yield each operation with the module that has its weights."""
+        """Yield each operation with the module of its weights."""
         return ((operation, weights) for _, operation, weights, _ in self._steps)
 
     def forward(
@@ -77,13 +78,13 @@ class Layer(nn.Module):
         positions: Tensor | None = None,
         kept: dict[Buffer, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
+        """Return the residual stream x + delta [rows, hidden] after this layer, as x and delta. It may overwrite x.
 
-        kept: further buffers that layers hand on, which stay so; the other arguments are as of `Rows`
+        kept: other buffers that pass from layer to layer; updated in place. Other arguments: as in `Rows`
         """
         buffers = {X: x} | (kept or {})
         rows = Rows(buffers, delta, attend, cos_sin, read, adapters, ops, self.ranks, states, positions=positions)
-        del x, delta  # so that they are free when no operation needs them any more
+        del x, delta  # lets operations free them early
         buffers, heads = rows.buffers, rows.heads
         for run, operation, weights, dead in self._steps:
             run(operation, weights, rows)
@@ -107,22 +108,26 @@ class Layer(nn.Module):
         adapters: RowAdapters = NO_ADAPTERS,
         states: object = None,
     ) -> Tensor:
-        """Return what a buffer has after operations without attention, which begin with the residual stream x + delta
-        [rows, hidden]; may write into x. The other arguments are as of `Rows`."""
+        """Run operations without attention on the residual stream x + delta [rows, hidden], and return one buffer.
+
+        It may overwrite x. Other arguments: as in `Rows`
+        """
         rows = Rows({X: x}, delta, None, None, read, adapters, ops, self.ranks, states)
         self.run(rows)
         return rows.get(name)
 
     def run(self, rows: Rows) -> None:
-        """Take rows through all operations. Buffers stay until the rows go."""
+        """Run rows through all operations, without freeing buffers in between."""
         for run, operation, weights, _ in self._steps:
             run(operation, weights, rows)
 
     def keys_values(
         self, x: Tensor, cos_sin: Tensor, ops: Ops, adapters: RowAdapters = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [rows, kv_heads, dim] that this layer makes of the residual stream x [rows,
-        hidden]; may write into x."""
+        """Return the keys and values [rows, kv_heads, dim] that this layer computes from the residual stream x.
+
+        x: [rows, hidden]; it may be overwritten
+        """
         rows = Rows({X: x}, None, None, cos_sin, None, adapters, ops, self.ranks)
         for run, operation, weights, dead in self._steps:
             if isinstance(operation, Attend):
@@ -134,8 +139,11 @@ class Layer(nn.Module):
 
 
 def name_of(operation: Operation, taken: Iterable[str]) -> str:
-    """Return the name of an operation's module: of linears the one that adapters know, of norms and other linears that
-    of the tensor, of others that of the operation."""
+    """Return the module name of an operation.
+
+    A linear that adapters can modify has their name for it; other linears and norms have the name of the tensor; the
+    rest has the name of the operation.
+    """
     if isinstance(operation, Linear) and operation.name:
         return operation.name
     if not isinstance(operation, Linear | Norm | NormHeads | Rope):
@@ -153,8 +161,7 @@ def held_weights(
     execution: Execution,
     split: Split = WHOLE,
 ) -> Iterator[HeldWeight]:
-    """Yield the weights of an operation that this rank has, with their parameters. split: which part of each tensor
-    these are"""
+    """Yield this rank's weights of an operation, with their parameters. split: the rank's part of each tensor"""
     for name, weight in operation.named_weights:
         path, _, attribute = execution.names.get(name, name).rpartition(".")
         owner = module.get_submodule(path)
@@ -164,8 +171,10 @@ def held_weights(
 
 
 def dead_buffers(operations: Sequence[Operation], kept: Collection[Buffer] = ()) -> list[tuple[Buffer, ...]]:
-    """Return of each operation the buffers that no operation after it reads, but for the residual stream and those that
-    are kept."""
+    """Return, for each operation, the buffers that no later operation reads.
+
+    The residual stream and `kept` buffers are never among them.
+    """
     dead, read_later = list[tuple[Buffer, ...]](), {X, *kept}
     for operation in reversed(operations):
         names = operation.buffers

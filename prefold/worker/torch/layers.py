@@ -1,4 +1,4 @@
-"""The residual stream's norm, linears, and what checkpoints call their parameters."""
+"""Norms and linears, and the checkpoint's names of their parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .products import Product, pack
 
 
 class Norm(nn.Module):
-    """A Norm gives x + delta [rows, size], and the norm of that. kind: as of `program.Norm`"""
+    """The sum x + delta [rows, size], and the norm of the sum. kind: as in `program.Norm`"""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Norm(nn.Module):
         weight: bool = True,
         factor: float = 1.0,
     ):
-        """Make the parameters. weight, bias: whether there is one; factor: what every number is multiplied with too"""
+        """Allocate the parameters. weight, bias: create one; factor: multiplies the weight"""
         super().__init__()
         self.kind, self.eps, self.factor = kind, eps, factor
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if weight else None
@@ -46,15 +46,16 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A Linear gives x [rows, inputs] times its weight: [rows, outputs].
+    """A product of x [rows, inputs] with a weight: [rows, outputs].
 
-    weight   a parameter [outputs, inputs]; None once a product has it in a form of its own
-    bias     a parameter [outputs], or None; or shorter: of the first outputs
-    product  what multiplies in place of PyTorch, or None: put there by `use`
+    Attributes:
+        weight: A parameter [outputs, inputs]. None once a product holds a packed copy.
+        bias: A parameter [outputs], or of the first outputs only, or None.
+        product: The product that replaces PyTorch's, set by `use`, or None.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool | int, dtype: torch.dtype, device: torch.device):
-        """Makes the parameters. bias: whether there is one, or of how many outputs."""
+        """Allocate the parameters. bias: True for all outputs, or the number of outputs that have one"""
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         biased = outputs if bias is True else int(bias)
@@ -64,13 +65,13 @@ class Linear(nn.Module):
         self.product: Product | None = None
 
     def use(self, product: Product) -> None:
-        """Multiplies with `product` from now on, and frees the weight."""
+        """Multiply with `product` from now on, and free the weight."""
         self.product, self.weight = product, None
 
     def pack(self, pool: kernels.PanelPool | None = None) -> None:
-        """Replaces the weight by a packed copy where that is faster: the same products and sums, but no gradients.
+        """Replace the weight by a packed copy if that is faster. It computes the same products, without gradients.
 
-        pool: where the memory of our own layout comes from.
+        pool: allocates the memory of prefold's own layout
         """
         if self.weight is not None and (product := self._packed(self.weight, pool)):
             self.use(product)
@@ -85,7 +86,7 @@ class Linear(nn.Module):
 
     @property
     def whole_bias(self) -> Tensor | None:
-        """Returns the bias of all outputs, [outputs]; None where there is none."""
+        """Return the bias padded to all outputs, [outputs], or None."""
         return F.pad(self.bias, (0, self._unbiased)) if self._unbiased else self.bias
 
     def extra_repr(self) -> str:
@@ -93,10 +94,9 @@ class Linear(nn.Module):
 
 
 class ActivatedLinear(Linear):
-    """An ActivatedLinear is the linear that an MLP without a gate begins with, up: x [rows, inputs] -> [rows,
-    width]."""
+    """The first linear of an MLP without a gate (up): x [rows, inputs] -> [rows, width]."""
 
-    parts = 1  # linears of `width` outputs each, side by side
+    parts = 1  # number of linears of `width` outputs each, side by side
 
     def __init__(
         self,
@@ -113,29 +113,28 @@ class ActivatedLinear(Linear):
         self.activation, self.gate_scale = activation, gate_scale
 
     def activate(self, up: Tensor, ops: Ops) -> Tensor:
-        """Returns activation(up), shaped as up [rows, width]."""
+        """Return activation(up); up [rows, width]."""
         return ACTIVATIONS[self.activation](up)
 
     def activated(self, x: Tensor, ops: Ops) -> Tensor:
-        """Returns activation(up) of x [rows, inputs]: [rows, width]."""
+        """Return activation(up) for x [rows, inputs]: [rows, width]."""
         return self.activate(self(x), ops)
 
 
 class GatedLinear(ActivatedLinear):
-    """A GatedLinear is the two linears of a gated MLP, gate and up, side by side: x [rows, inputs] -> [rows, 2 *
-    width]."""
+    """The first two linears of a gated MLP, gate and up, side by side: x [rows, inputs] -> [rows, 2 * width]."""
 
     parts = 2
 
     def activate(self, gate_up: Tensor, ops: Ops) -> Tensor:
-        """Returns activation(gate_scale * gate) * up of gate_up [rows, 2 * width]: [rows, width]."""
+        """Return activation(gate_scale * gate) * up for gate_up [rows, 2 * width]: [rows, width]."""
         if self.gate_scale != 1:
             gate, up = gate_up.chunk(2, -1)
             gate_up = torch.cat((self.gate_scale * gate, up), -1)
         return ops.gate(gate_up, self.activation)
 
     def activated(self, x: Tensor, ops: Ops) -> Tensor:
-        """Returns activation(gate_scale * gate) * up of x [rows, inputs]: [rows, width]."""
+        """Return activation(gate_scale * gate) * up for x [rows, inputs]: [rows, width]."""
         if self.product is not None and self.gate_scale == 1:
             out = self.product.gated(x, self.bias, self.activation)
             if out is not None:
@@ -148,17 +147,13 @@ class GatedLinear(ActivatedLinear):
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """A HeldWeight is a parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
-
-    offset  what is added to the checkpoint's numbers
-    places  which part of each tensor this rank holds; empty: all of all
-    """
+    """A parameter of the model, and the tensors of the checkpoint that are stacked in it."""
 
     owner: nn.Module
     attribute: str
-    parts: tuple[tuple[str, int], ...]
-    offset: float = 0.0
-    places: tuple[tuple[slice, ...], ...] = ()
+    parts: tuple[tuple[str, int], ...]  # the name and the number of rows of each tensor
+    offset: float = 0.0  # added to the checkpoint's values
+    places: tuple[tuple[slice, ...], ...] = ()  # the part of each tensor that this rank holds; empty: everything
 
     @property
     def parameter(self) -> Tensor:
@@ -172,8 +167,10 @@ class HeldWeight:
 def recomputed(
     visit: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, kept: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the residual stream [rows, hidden] and further buffers after a visit, which is computed again in the
-    backward pass: only what it began with is held for it (Chen et al. 2016)."""
+    """Return the residual stream [rows, hidden] and the kept buffers after a visit, with activation checkpointing.
+
+    The backward pass recomputes the visit, so only its input stays in memory (Chen et al. 2016).
+    """
 
     def whole(x: Tensor, *buffers: Tensor) -> tuple[Tensor, ...]:
         after = dict(zip(kept, buffers, strict=True))

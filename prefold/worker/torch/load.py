@@ -1,5 +1,7 @@
-"""Loads a checkpoint's weights into a CausalLM, and makes the worker that runs it. Names, shapes and memory are checked
-before anything is read."""
+"""Load a checkpoint's weights into a CausalLM, and make the worker that runs it.
+
+Names, shapes and memory are checked before anything is read.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ def load_worker(
     device: str,
     ranks: SomeRank | None = None,
 ) -> Loaded:
-    """Return the model of a checkpoint, ready to run; the errors are those of `LLM`.
+    """Load the model of a checkpoint. Errors: as documented for `LLM`.
 
-    ranks: this process among those that the model is split over; None: it has all
+    ranks: this rank's view of a split model; None: this process has the whole model
     """
     settle_threads(options.threads)
     place, number = torch.device(device), DTYPES[dtype]
@@ -67,28 +69,31 @@ def load_model(
     ranks: Alone = ALONE,
     config: ModelConfig | None = None,
 ) -> CausalLM:
-    """Returns the model of `checkpoint`, in evaluation mode.
+    """Load the model of a checkpoint, in evaluation mode.
 
-    dtype   of all weights (the classification head stays float32)
-    pack    pack linears for the CPU where that is faster; a packed model has no gradients. The LM head is packed
-            when it is first used as a whole, as a copy, where there is room for it
-    seed    of random weights
-    ranks   those the model is split over: this one's share is read, and no more
-    config  of the checkpoint, where it is known already
+    Args:
+        dtype: Dtype of all weights; the classification head stays float32.
+        pack: Pack linears for the CPU if that is faster; a packed model has no gradients. The LM head is packed as a
+            copy when full logits are first read, if there is memory for it.
+        seed: Seed of random weights.
+        ranks: The ranks of the model. Only this rank's share is read.
+        config: The checkpoint's config, if it is known already.
 
-    Raises UnsupportedModelError (architecture, settings), OutOfMemoryError (before anything is read),
-    and CheckpointError, naming every tensor that is missing, unexpected or misshapen.
+    Raises:
+        UnsupportedModelError: The architecture or a setting is not supported.
+        OutOfMemoryError: The weights do not fit; raised before anything is read.
+        CheckpointError: Tensors are missing, unexpected or have a wrong shape. It names all of them.
     """
     device = torch.device(device)
     config = config or config_from(checkpoint.config)
     if config.loading:
         options: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
         return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **options)
-    # By its numbers alone, before there is an object for each layer of what is far too large.
+    # Check the config alone first, before creating a module for every layer of a model that is far too large.
     size = replace(config, lm_head=False).num_parameters * dtype.itemsize
     size //= 1 if device.type == "cpu" else ranks.size
     check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
-    # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
+    # Parameters without storage, to check shapes and count memory before allocating any.
     model = _shapes(config, dtype)
     every = list(model.held)
     offsets = {name: weight.offset for weight in every for name, _ in weight.parts}
@@ -99,7 +104,7 @@ def load_model(
     weights = list(model.held)
     check_tensors(checkpoint, wanted_shapes(weights), source)
     if ranks.size > 1:
-        if device.type == "cpu" and ranks.rank == 0:  # one memory for all ranks
+        if device.type == "cpu" and ranks.rank == 0:  # the ranks share one memory
             check_memory(checkpoint, weights, device, dtype)
         model = _shapes(settled, dtype, ranks)
         weights = list(model.held)
@@ -110,7 +115,7 @@ def load_model(
 
 
 def fill_all(weights: Iterable[HeldWeight], source: TensorSource, device: torch.device, *, pack: bool) -> None:
-    """Fills all parameters; with `pack` those of linears are packed, each at once, so that only one is there twice."""
+    """Fill all parameters. With `pack`, each linear is packed at once, so that only one is in memory twice."""
     pool = kernels.PanelPool()
     with torch.no_grad():
         for weight in weights:
@@ -120,7 +125,7 @@ def fill_all(weights: Iterable[HeldWeight], source: TensorSource, device: torch.
 
 
 def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> CausalLM:
-    """Returns a model whose parameters have shapes and no storage."""
+    """Return a model whose parameters have shapes but no storage."""
     return named_class(config.model)(config, dtype=dtype, device=torch.device("meta"), ranks=ranks)
 
 
@@ -130,7 +135,7 @@ def wanted_shapes(weights: Iterable[HeldWeight]) -> dict[str, tuple[int, ...]]:
 
 def check_memory(checkpoint: Checkpoint, weights: list[HeldWeight], device: torch.device, dtype: torch.dtype) -> None:
     size = sum(weight.parameter.nbytes for weight in weights)
-    # While a parameter is packed it is there twice.
+    # While a parameter is packed, it is in memory twice.
     largest = max(weight.parameter.nbytes for weight in weights)
     remedy = "use a smaller model, or more memory"
     if dtype == torch.float32:

@@ -1,8 +1,7 @@
-"""LoRA adapters (Hu et al. 2021), applied to the rows of a step that have one; `adapters` reads them.
+"""LoRA adapters (Hu et al. 2021), applied to the rows of a step that use them. `model.adapters` reads adapter files.
 
-An adapter adds B A x, scaled, to what a linear gives for x. It is never merged into the weights: rows
-of several adapters, and rows of none, go through the model together, and only rows that have an
-adapter pay for it.
+An adapter adds scaled B A x to the output of a linear for x. It is never merged into the weights. So rows of several
+adapters and rows without one run through the model together, and only rows with an adapter pay for it.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ from .tensors import tensor_of
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A Part is one module in a fused linear: which rows of `Delta.a` are its own, its columns of the result, and
-    scaled B."""
+    """One module in a fused linear."""
 
-    ranks: slice
-    columns: slice
-    b: Tensor
+    ranks: slice  # the module's rows of `Delta.a`
+    columns: slice  # the module's columns of the output
+    b: Tensor  # B, scaled, [columns, ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A Delta is what an adapter adds to one linear. a [ranks of all parts, inputs]; each part's b [columns, ranks]."""
+    """The low-rank update of one linear by an adapter. a: [ranks of all parts, inputs]"""
 
     a: Tensor
     parts: tuple[Part, ...]
@@ -60,10 +58,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An Adapter is a LoRA adapter that fits a model.
+    """A LoRA adapter that fits a model.
 
-    name    as it was asked for
-    layers  by layer, and by the name of the layer's linear, what is added to it
+    Attributes:
+        name: The name that requests use.
+        layers: For each layer, the updates of its linears, by name.
     """
 
     name: str
@@ -92,12 +91,13 @@ class Adapter:
 
 
 class RowAdapters:
-    """A RowAdapters says which rows have which adapter.
+    """The adapter of each row.
 
-    adapters   those of the step
-    numbers    int64 [rows]: of each row the index of its adapter, or -1
-    read_rows  int64, ascending: the rows whose result is wanted, as the model is given them; None: all. Known to the
-               host, so that no step waits for a device to say it
+    Attributes:
+        adapters: The adapters of the step.
+        numbers: int64 [rows], the index of each row's adapter, or -1.
+        read_rows: int64, ascending, equal to the model's `read_rows`. None: all. It is on the host, so that no step
+            waits for a device to read it.
     """
 
     def __init__(self, adapters: Sequence[Adapter], numbers: np.ndarray, read_rows: np.ndarray | None = None):
@@ -107,15 +107,14 @@ class RowAdapters:
 
     @cached_property
     def read(self) -> RowAdapters:
-        """Returns the adapters of the rows that are read."""
+        """Return the adapters of the read rows."""
         return self if self.read_rows is None or not self.adapters else self._of(self.numbers[self.read_rows])
 
     def _of(self, numbers: np.ndarray, read_rows: np.ndarray | None = None) -> RowAdapters:
         return RowAdapters(self.adapters, numbers, read_rows) if (numbers >= 0).any() else NO_ADAPTERS
 
     def add(self, out: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
-        """Adds to out [rows, outputs], which the linear gave for x [rows, inputs], what the adapters add, and returns
-        it."""
+        """Add the adapters' updates to out [rows, outputs], in place, and return it. x: [rows, inputs], the input"""
         for rows, adapter in self._groups:
             delta = adapter.layers[layer].get(linear)
             if delta is not None:
@@ -124,7 +123,7 @@ class RowAdapters:
 
     @cached_property
     def _groups(self) -> list[tuple[slice | Tensor, Adapter]]:
-        """Returns the rows of each adapter; consecutive ones as a slice, which needs no copy."""
+        """Return the rows of each adapter. Consecutive rows are a slice, which needs no copy."""
         groups: list[tuple[slice | Tensor, Adapter]] = []
         for number, adapter in enumerate(self.adapters):
             rows = np.flatnonzero(self.numbers == number)
@@ -147,9 +146,9 @@ def load_adapter(
     name: str | None = None,
     ranks: Alone = ALONE,
 ) -> Adapter:
-    """Returns the adapter in a PEFT folder, for a model of `config`; arguments and errors as of `read_adapter`.
+    """Load the adapter in a PEFT folder for a model of `config`. Arguments and errors: as in `read_adapter`
 
-    dtype, device: the model's.
+    dtype, device: the model's
     """
     if config.loading:
         options: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}

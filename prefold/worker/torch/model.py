@@ -1,4 +1,4 @@
-"""A model's program, executed with tensors: a function of rows.
+"""Execute a model's program with tensors, as a function of rows.
 
 The model calls `attend` for attention and knows nothing else about it. Visibility, K/V storage and tries are the
 caller's concern.
@@ -32,11 +32,17 @@ from .rotary_tables import RotaryTables
 
 
 class Attend(Protocol):
-    """An Attend computes attention over one plane.
+    """A function that computes attention over one plane.
 
-    q [rows, heads, dim], k [rows, kv_heads, dim], v [rows, kv_heads, value dim] (perhaps strided) -> o [rows, heads,
-    value dim]. From the layer on that leaves out the rows that are not read, q has the others alone: `len(q) < len(k)`.
-    k, v: None: those of an earlier call for the plane. sinks [heads]: as of `attention.RowAttention.attend`.
+    Args:
+        q: [rows, heads, dim], maybe strided. From the layer that drops unread rows on, only the read rows:
+            `len(q) < len(k)`.
+        k: [rows, kv_heads, dim], maybe strided. None: the keys of an earlier call for the plane.
+        v: [rows, kv_heads, value dim], maybe strided. None: the values of an earlier call for the plane.
+        sinks: [heads], as in `attention.RowAttention.attend`.
+
+    Returns:
+        [rows, heads, value dim].
     """
 
     def __call__(
@@ -46,52 +52,43 @@ class Attend(Protocol):
 
 @dataclass(slots=True)
 class Pass:
-    """A Pass is some rows on their way through the model.
+    """Rows on their way through the model."""
 
-    x, delta   their residual stream, x + delta [rows, hidden]; delta may be None
-    place      the place in `ModelConfig.pass_layers` of the layer that they come to next
-    cos_sin    of their positions, by plane
-    attend     computes attention
-    read_rows  rows whose result is wanted, and all that are left after the last plane; None: all
-    adapters   which rows have which LoRA adapter
-    ops        computes the position-wise operations
-    prelude    what the prelude gave, [rows, hidden], where a looped model puts it in before each visit
-    states     the states of the rows' paths, in a model whose layers have states
-    kept       buffers that layers hand on beside the residual stream
-    """
-
-    x: Tensor
+    x: Tensor  # the residual stream is x + delta, [rows, hidden]
     delta: Tensor | None
-    cos_sin: Sequence[Tensor] | Mapping[int, Tensor]
+    cos_sin: Sequence[Tensor] | Mapping[int, Tensor]  # cosines and sines at the positions of the rows, by plane
     attend: Attend
-    read_rows: Tensor | None
-    adapters: RowAdapters
-    ops: Ops
-    place: int = 0
-    prelude: Tensor | None = None
-    states: object = None
-    kept: dict[Buffer, Tensor] = field(default_factory=dict)
+    read_rows: Tensor | None  # the rows whose result is read: the only rows after the last plane; None: all
+    adapters: RowAdapters  # the LoRA adapter of each row
+    ops: Ops  # computes the position-wise operations
+    place: int = 0  # index in `ModelConfig.pass_layers` of the next layer
+    prelude: Tensor | None = None  # [rows, hidden], added before each visit of a looped model that has a prelude
+    states: object = None  # the states of the rows' paths, in a model with recurrent layers
+    kept: dict[Buffer, Tensor] = field(default_factory=dict)  # buffers passed from layer to layer, beside the stream
     positions: Tensor | None = None
 
     @property
     def stream(self) -> Tensor:
-        """Returns the residual stream, [rows, hidden]."""
+        """Return the residual stream, [rows, hidden]."""
         return self.x if self.delta is None else self.x + self.delta
 
 
 class CausalLM(nn.Module):
-    """A CausalLM executes the program of a config.
+    """A model that executes the program of a config.
 
-    Differentiable unless its linears are packed. Weights are left uninitialised: see `load_model`.
+    It is differentiable unless its linears are packed. New weights are uninitialised: see `load_model`.
 
-    config   of the whole model; local: the same with the sizes of this rank's part of the layers
-    program  of `local`
-    ranks    those the model is split over; `attend` gets the heads of this one
+    Attributes:
+        config: The config of the whole model.
+        local: The config with the sizes of this rank's part of the layers.
+        program: The program of `local`.
+        ranks: The ranks of the model. `attend` gets the heads of this rank.
 
-    Raises UnsupportedModelError for an operation that no function computes with tensors.
+    Raises:
+        UnsupportedModelError: No function computes an operation with tensors.
     """
 
-    computed_by: ClassVar[str] = ""  # in words, where other modules than prefold's compute a pass
+    computed_by: ClassVar[str] = ""  # for people: the modules that compute a pass, if they are not prefold's
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
         super().__init__()
@@ -109,29 +106,29 @@ class CausalLM(nn.Module):
             Layer(operations, place, split=self._split, kept=program.kept) for operations in program.layers
         )
         self.end = Layer(program.end, place)
-        # Rounded as in transformers, which has it as a tensor.
+        # Rounded like transformers, which stores the scale in a tensor.
         self.embedding_scale = torch.tensor(program.embed.scale, dtype=dtype, device="cpu").item()
         self.lm_head = None if head is None or head == program.embed.table else place.empty(head)
         self.lm_head_bias = None if program.head_bias is None else place.empty(program.head_bias)
         self.lm_head_scale = None if program.head_scale is None else place.empty(program.head_scale)
         self.score = self._score_head(program.score, place)
         self.shape_logits = LogitShape.of(config)
-        self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
-        self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
-        # Who multiplies with the whole LM head in place of PyTorch; one of your own may be put here.
+        self.recompute = False  # in the backward pass, recompute each layer from its input, which saves memory
+        self.may_pack = False  # pack the LM head when full logits are first read; see `load_model`
+        # Overrides the matmul of the whole LM head. Public: assign your own Product.
         self.head_product: Product | None = None
         self._rotary: RotaryTables | None = None
-        # Of each layer that a pass goes through, in its order, the plane; None: the layer has no attention.
+        # The plane of each layer of a pass, in order; None: the layer has no attention.
         self._planes: list[int | None] = list(range(len(config.visited)))
-        if len(config.visited) == len({*config.visited}):  # not a looped model, whose visits have a plane each
+        if len(config.visited) == len({*config.visited}):  # not a looped model, where each visit has its own plane
             layers = config.pass_layers
             self._planes = [config.plane_of(number) if config.attends(number) else None for number in layers]
         places = [place for place, number in enumerate(config.pass_layers) if number == config.reading_layer]
-        self._reading = places[-1]  # the place in a pass where rows that are not read are left out
+        self._reading = places[-1]  # the index in a pass at which unread rows are dropped
 
     @staticmethod
     def _score_head(linears: Sequence[Linear], place: Place) -> nn.Module | None:
-        """Return the classification head; None: there is none."""
+        """Return the classification head, or None."""
         modules = [hold_linear(linear, place) for linear in linears]
         if len(modules) < 2:
             return modules[0] if modules else None
@@ -140,8 +137,7 @@ class CausalLM(nn.Module):
 
     @property
     def held(self) -> Iterator[HeldWeight]:
-        """Yield every parameter of the model with the names of its tensors; embedding and head first, then layer by
-        layer."""
+        """Yield every parameter with the names of its tensors: the embedding and LM head first, then layer by layer."""
         program = self.program
         tables = (("embedding", program.embed.table), ("lm_head", program.head))
         for name, weight in tables:
@@ -159,7 +155,7 @@ class CausalLM(nn.Module):
         linears = [self.score] if isinstance(self.score, layers.Linear) else [*(self.score or ())][::2]
         for operation, module in zip(program.score, linears, strict=True):
             yield from held_weights(operation, module, execution_of(Linear))
-        for weight in program.beside:  # called as the modules of the feature whose code reads them
+        for weight in program.beside:  # registered under the names of the feature's modules, which read them
             path, _, attribute = weight.parts[0][0].rpartition(".")
             yield HeldWeight(self.get_submodule(path), attribute, weight.parts, weight.offset)
         for layer in self.layers:
@@ -175,14 +171,16 @@ class CausalLM(nn.Module):
         media: MediaRows[Tensor] | None = None,
         states: object = None,
     ) -> Tensor:
-        """Returns hidden states after the final norm, [rows read, hidden], in the order of `read_rows`.
+        """Return hidden states after the final norm, [read rows, hidden], in the order of `read_rows`.
 
-        tokens, positions  int64 [rows]
-        read_rows          int64 [r], ascending, each once: rows whose result is wanted; None: all. The last plane's
-                           layer computes no more than these (and the keys and values of all)
-        adapters           which rows have which LoRA adapter, and the same read rows
-        media              the rows that images have; None: there are none
-        states             those of the rows' paths, in a model whose layers have states
+        Args:
+            tokens: int64 [rows].
+            positions: int64 [rows].
+            read_rows: int64 [r], ascending and distinct: the rows whose result is read. None: all. The last plane's
+                layer computes queries only for these rows, and keys and values for all rows.
+            adapters: The LoRA adapter of each row; it must have the same read rows.
+            media: The rows of images, or None.
+            states: The states of the rows' paths, in a model with recurrent layers.
         """
         rows = self.start(tokens, positions, attend, read_rows, adapters, media)
         rows.states = states
@@ -198,9 +196,9 @@ class CausalLM(nn.Module):
         adapters: RowAdapters = NO_ADAPTERS,
         media: MediaRows[Tensor] | None = None,
     ) -> Pass:
-        """Returns rows before the first layer; the arguments are those of a call of the model."""
+        """Return the rows before the first layer. Arguments: as in `forward`"""
         if adapters.adapters and (read_rows is None) != (adapters.read_rows is None):
-            raise ValueError("adapters must know the same read_rows as the model is given")
+            raise ValueError("adapters and the call have different read_rows; pass the same read_rows to both")
         ops = choose_ops(self.dtype, self.device)
         x = self.embed(tokens, positions, media)
         made = Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops, positions=positions)
@@ -214,7 +212,7 @@ class CausalLM(nn.Module):
         return made
 
     def go_through(self, rows: Pass, layers: Iterable[int]) -> None:
-        """Takes rows through these layers. After the last layer of a pass only the rows that are read are left."""
+        """Run rows through the given layers. After the last layer of a pass, only the read rows remain."""
         recompute = self.recompute and torch.is_grad_enabled()
         every = list(self.layers)
         for place, number in enumerate(layers, rows.place):
@@ -240,23 +238,23 @@ class CausalLM(nn.Module):
                 rows.adapters = rows.adapters.read
 
     def normed(self, rows: Pass) -> Tensor:
-        """Returns what the program ends with, of rows after the last layer: the final norm, [rows, hidden]."""
+        """Return the final norm of rows after the last layer, [rows, hidden]."""
         return self.norm(rows.x, rows.delta, rows.ops)
 
     def norm(self, x: Tensor, delta: Tensor | None, ops: Ops) -> Tensor:
-        """Return the final norm of the residual stream x + delta, [rows, hidden]; may write into x."""
+        """Return the final norm of the residual stream x + delta, [rows, hidden]. It may overwrite x."""
         return self.end.result(OUT, x, delta, ops)
 
     def arguments(self, step: StreamStep) -> dict[str, Any]:
-        """Return the arguments of a call of the model that a step of a row stream has beside its rows."""
+        """Return extra keyword arguments of the model call for a stream step."""
         return {}
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Returns float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden as from `forward`.
+        """Return float32 logits [rows, vocabulary], or [rows, len(ids)] for given ids; hidden as from `forward`.
 
-        Products of the model's dtype are summed and kept in float32: a bfloat16 logit of 20 has steps
-        of 0.125, which ties words. Of a model that is split, rank 0 gets the logits of the whole vocabulary, others
-        get no rows. Raises InputError when the checkpoint has no LM head.
+        Products are summed and returned in float32: a bfloat16 logit near 20 has steps of 0.125, which makes words tie.
+        In a split model, rank 0 gets the logits of the whole vocabulary; other ranks get no rows. Raise InputError if
+        the checkpoint has no LM head.
         """
         if not self.config.lm_head:
             raise no_lm_head()
@@ -271,7 +269,7 @@ class CausalLM(nn.Module):
         return self._shaped(logits)
 
     def _shaped(self, products: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Return the logits of products of the LM head. ids: the tokens that these are of; None: all"""
+        """Turn products of the LM head into logits: scale, bias and cap. ids: the tokens of the columns; None: all"""
         if self.program.head_vectors:
             at = slice(None) if ids is None else torch.as_tensor(ids, device=self.device)
             if self.lm_head_scale is not None:
@@ -281,7 +279,7 @@ class CausalLM(nn.Module):
         return products if self.shape_logits is None else self.shape_logits(products)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Returns float32 outputs of the classification head, [rows, num_labels]. Raises InputError without one."""
+        """Return the outputs of the classification head, float32 [rows, num_labels]. Raise InputError without one."""
         if self.score is None:
             raise InputError("this checkpoint has no classification head", field="model", code="no_head")
         outputs: Tensor = self.score(wide(hidden))
@@ -289,29 +287,28 @@ class CausalLM(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Returns the weight of the LM head, which may be the embedding."""
+        """Return the weight of the LM head, which may be the embedding."""
         return self.embedding if self.lm_head is None else self.lm_head
 
     @property
     def device(self) -> torch.device:
-        """Returns the device that the weights are on."""
+        """Return the device of the weights."""
         return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the linears' weights, and of hidden states."""
+        """Return the dtype of the linears' weights and of hidden states."""
         return self.embedding.dtype
 
     def product_of_head(self) -> Product | None:
-        """Returns the LM head's product with rows of the model's dtype, which has no gradients; None: there is none.
-        The first time, the head is packed for it."""
+        """Return the packed product of the LM head, packed on first use. None: there is none. It has no gradients."""
         if self.may_pack:
             self.may_pack = False
             self.head_product = self.head_product or pack_head(self.head_weight)
         return self.head_product
 
     def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows[Tensor] | None = None) -> Tensor:
-        """Returns the residual stream before the first layer, [rows, hidden]; the arguments are those of `forward`."""
+        """Return the residual stream before the first layer, [rows, hidden]. Arguments: as in `forward`"""
         x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -322,14 +319,16 @@ class CausalLM(nn.Module):
         return x + F.embedding(positions + self.program.embed.first, self.position_embedding)
 
     def cos_sin(self, positions: Tensor) -> list[Tensor]:
-        """Returns what queries and keys of each plane are turned by at positions int64 [rows]: cosines, then sines,
-        float32 [rows, head_dim]; [rows, 0] where nothing is rotated."""
+        """Return the rotation of queries and keys by plane, at positions int64 [rows].
+
+        Cosines, then sines, float32 [rows, head_dim]; [rows, 0] if nothing is rotated.
+        """
         if self.config.rope is None:
             return [self.embedding.new_empty(len(positions), 0)] * len(self.config.planes)
         return self.rotary(positions.device)(positions)
 
     def rotary(self, device: torch.device) -> RotaryTables:
-        """Returns the tables of cosines and sines of a model with rotary positions."""
+        """Return the tables of cosines and sines, for a model with rotary positions."""
         if self._rotary is None or self._rotary.device != device:
             self._rotary = RotaryTables(self.config.ropes, self.config.rotated_dims, device)
         return self._rotary

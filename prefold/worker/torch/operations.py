@@ -1,6 +1,6 @@
-"""What tensors do for each kind of operation of a program: a function, and the module that has the weights.
+"""Execute each kind of operation with tensors: a function, and the module that has the weights.
 
-`EXECUTE` has the core's operations; features and extensions add theirs (`program.add_operation`).
+`EXECUTE` has the core's operations. Features and extensions add theirs with `model.add_operation`.
 """
 
 from __future__ import annotations
@@ -53,19 +53,20 @@ from .parallel import Alone
 class Rows:
     """The rows of a step on their way through the operations of one layer.
 
-    buffers    by name, [rows, width]
-    delta      what is still to be added to the residual stream, which the next norm does; None: nothing is
-    attend     q, k, v, sinks -> o, shaped as q
-    cos_sin    of the rows' positions, as for `Ops.rope`
-    read       int64: the rows whose result is wanted, until the others are left out; None: all
-    adapters   which rows have which LoRA adapter
-    ops        computes the position-wise operations
-    ranks      those the model is split over
-    states     the states of the rows' paths, in a model with states
-    tokens     of the rows, before the first layer
-    heads      by buffer, the parts of it that operations have changed: by the first column, how many columns, and the
-               numbers, [rows, heads, dim] or [rows, columns]
-    positions  int64 [rows]; None: those are not given, and no operation needs them
+    Attributes:
+        buffers: [rows, width] each, by name.
+        delta: A pending term of the residual stream, which the next norm adds. None: there is none.
+        attend: Computes attention: q, k, v, sinks -> o, shaped like q.
+        cos_sin: The rotation at the rows' positions, as in `Ops.rope`.
+        read: int64, the rows whose result is read. None: all rows, or unread rows are dropped already.
+        adapters: The LoRA adapter of each row.
+        ops: Computes the position-wise operations.
+        ranks: The ranks of the model.
+        states: The states of the rows' paths, in a model with recurrent layers.
+        tokens: The tokens of the rows, before the first layer.
+        heads: Parts of buffers that operations have changed, by buffer and first column: the number of columns, and
+            the new values, [rows, heads, dim] or [rows, columns].
+        positions: int64 [rows]. None: no operation needs them.
     """
 
     buffers: dict[Buffer, Tensor]
@@ -82,7 +83,7 @@ class Rows:
     positions: Tensor | None = None
 
     def get(self, name: Buffer) -> Tensor:
-        """Return what a buffer has, [rows, width]."""
+        """Return a buffer with all changes applied, [rows, width]."""
         if name == X and self.delta is not None:
             self.buffers[X], self.delta = self.buffers[X] + self.delta, None
         if name in self.heads:
@@ -96,7 +97,7 @@ class Rows:
         return self.buffers[name]
 
     def put(self, name: Buffer, values: Tensor) -> None:
-        """Fill a buffer, [rows, width]."""
+        """Set a buffer, [rows, width]."""
         self.buffers[name] = values
         if name in self.heads:
             del self.heads[name]
@@ -104,16 +105,16 @@ class Rows:
             self.delta = None
 
     def drop(self, name: Buffer) -> None:
-        """Free a buffer that no further operation reads."""
+        """Free a buffer that no later operation reads."""
         self.buffers.pop(name, None)
         self.heads.pop(name, None)
 
     def change(self, name: Buffer, at: int, columns: int, values: Tensor) -> None:
-        """Put other numbers in the place of some columns of a buffer, without a copy of the buffer."""
+        """Change some columns of a buffer without copying the buffer."""
         self.heads.setdefault(name, {})[at] = columns, values
 
     def heads_of(self, name: Buffer, at: int, heads: int, dim: int, stride: int) -> Tensor:
-        """Return heads of a buffer as they are now, [rows, heads, dim]. They begin at `at`, `stride` columns apart."""
+        """Return heads of a buffer with all changes, [rows, heads, dim]. They start at `at`, `stride` columns apart."""
         x = self.buffers[name]
         if name in self.heads:
             for first, (columns, values) in self.heads[name].items():
@@ -132,7 +133,7 @@ class Rows:
         return x if dim == stride else x.narrow(2, first, dim)
 
     def leave_out(self, names: Iterable[Buffer]) -> None:
-        """Keep of these buffers the rows that are read, and compute no others from here on."""
+        """Keep only the read rows of these buffers, and compute no other rows from here on."""
         read = self.read
         for name in names:
             self.put(name, self.get(name)[read])
@@ -145,21 +146,23 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the weights of a model are: their dtype and device, and the ranks that the model is split over."""
+    """The dtype and device of a model's weights, and its ranks."""
 
     dtype: torch.dtype
     device: torch.device
     ranks: Alone
 
     def empty(self, weight: Weight) -> nn.Parameter:
-        """Return a parameter of the shape of a weight."""
+        """Return an uninitialised parameter with the shape of a weight."""
         dtype = torch.promote_types(self.dtype, torch.float32) if weight.wide else self.dtype
         return nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=self.device))
 
 
 class Weights(nn.Module):
-    """The weights of an operation, by the names of their fields. A tuple of weights is a ParameterList; a field that
-    is None an attribute that is None."""
+    """The weights of an operation, by the names of their fields.
+
+    A tuple of weights becomes a ParameterList. A field that is None becomes an attribute that is None.
+    """
 
     def __init__(self, operation: Operation, place: Place):
         super().__init__()
@@ -178,33 +181,28 @@ class Weights(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How tensors execute a kind of operation.
+    """The functions that execute a kind of operation with tensors."""
 
-    run     takes an operation, the module that has its weights, and the rows
-    hold    makes that module
-    names   the places of parameters in the module, where they are not the names of the fields
-    """
-
-    run: Callable[[Any, Any, Rows], None]
-    hold: Callable[[Any, Place], nn.Module] = Weights
-    names: dict[str, str] = field(default_factory=dict)
+    run: Callable[[Any, Any, Rows], None]  # takes an operation, the module with its weights, and the rows
+    hold: Callable[[Any, Place], nn.Module] = Weights  # makes the module
+    names: dict[str, str] = field(default_factory=dict)  # parameter names in the module that differ from field names
 
 
 def execution_of(kind: type[Operation]) -> Execution:
-    """Return how tensors execute a kind of operation. Raise UnsupportedModelError if nothing says how."""
+    """Return how to execute a kind of operation with tensors. Raise UnsupportedModelError if no function is known."""
     found: object = EXECUTE.get(kind) or ADDED.get(kind)
     if isinstance(found, str):
         found = named_class(found)
     if found is None:
         raise UnsupportedModelError(
-            f"the model has an operation {kind.__name__}, and no function computes it with tensors; add one with "
+            f"the model has an operation {kind.__name__}, and no function computes it with tensors; register one with "
             "prefold.extend.register_operation"
         )
     return found if isinstance(found, Execution) else Execution(cast(Callable[[Any, Any, Rows], None], found))
 
 
 def norm(operation: Norm, weights: layers.Norm, rows: Rows) -> None:
-    """The norm of a buffer, or of some columns of it. What is still to be added to the residual stream is added."""
+    """Compute the norm of a buffer or of some of its columns. A pending term of the residual stream is added first."""
     source, size = operation.source, operation.size
     if rows.buffers[source].shape[1] != size:
         part = rows.buffers[source][:, operation.at : operation.at + size]
@@ -212,7 +210,7 @@ def norm(operation: Norm, weights: layers.Norm, rows: Rows) -> None:
     elif rows.ranks.size > 1 and operation.whole:
         rows.put(operation.out, _norm_of_part(operation, weights, rows.get(source), rows))
     elif source == X:
-        # To call a module in place of its `forward` costs more than a norm of few rows.
+        # Calling `forward` directly: calling the module costs more than a norm of few rows.
         rows.buffers[X], h = weights.forward(rows.buffers[X], rows.delta, rows.ops)
         rows.delta = None
         rows.put(operation.out, h)
@@ -221,16 +219,16 @@ def norm(operation: Norm, weights: layers.Norm, rows: Rows) -> None:
 
 
 def _norm_of_part(operation: Norm, weights: layers.Norm, x: Tensor, rows: Rows) -> Tensor:
-    """Return the norm of numbers [rows, columns], of which each rank may have some columns."""
+    """Return the norm of [rows, columns] values. In a split model, each rank may have some of the columns."""
     if rows.ranks.size == 1 or not operation.whole:
         return weights(x.contiguous(), None, rows.ops)[1]
-    # Columns that several ranks have are counted once.
+    # Columns that several ranks hold count once.
     total = rows.ranks.sum(wide(x).pow(2).sum(-1) / operation.copies)
     return (weights.weight * (wide(x) * torch.rsqrt(total[:, None] / operation.whole + operation.eps))).to(x.dtype)
 
 
 def linear(operation: Linear, weights: layers.Linear, rows: Rows) -> None:
-    """A product, with what adapters add, and what follows it: the activation, the gate, the sum over ranks."""
+    """Compute a product, with adapters, activation or gate, and the sum over ranks."""
     x = rows.buffers[operation.source] if rows.delta is None else rows.get(operation.source)
     adapters = rows.adapters
     if not adapters.adapters or not operation.name:
@@ -243,7 +241,7 @@ def linear(operation: Linear, weights: layers.Linear, rows: Rows) -> None:
 
 
 def hold_linear(operation: Linear, place: Place) -> layers.Linear:
-    """Return a linear, whose bias only the first rank has if results are summed over ranks."""
+    """Return a linear. If ranks sum its results, only rank 0 has the bias."""
     weight, bias = operation.weight, operation.bias
     biased = 0 if bias is None or (operation.summed and place.ranks.rank) else bias.rows
     dtype = torch.promote_types(place.dtype, torch.float32) if weight.wide else place.dtype
@@ -258,7 +256,7 @@ def hold_linear(operation: Linear, place: Place) -> layers.Linear:
 
 
 def rope(operation: Rope, weights: Weights, rows: Rows) -> None:
-    """Heads in their norm and their rotation."""
+    """Norm and rotate heads."""
     x = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
     assert rows.cos_sin is not None
     x = rows.ops.rope(x, rows.cos_sin, weights.weight, operation.eps)
@@ -266,7 +264,7 @@ def rope(operation: Rope, weights: Weights, rows: Rows) -> None:
 
 
 def norm_heads(operation: NormHeads, weights: Weights, rows: Rows) -> None:
-    """Heads in their norm, each by itself."""
+    """Norm each head by itself."""
     x = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
     h = wide(x)
     if operation.kind == "layer":
@@ -283,9 +281,9 @@ def norm_heads(operation: NormHeads, weights: Weights, rows: Rows) -> None:
 
 
 def by_position(operation: ByPosition, weights: Weights, rows: Rows) -> None:
-    """Heads times a factor that grows with the row's position."""
+    """Scale heads by a factor that grows with the row's position."""
     assert rows.positions is not None
-    rows.get(operation.source)  # with what the rotation of a part of each head changed
+    rows.get(operation.source)  # applies the rotation of a part of each head
     x = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
     factor = 1 + operation.rate * torch.log1p((rows.positions // operation.period).float())
     x = (wide(x) * factor[:, None, None]).to(x.dtype)
@@ -293,7 +291,7 @@ def by_position(operation: ByPosition, weights: Weights, rows: Rows) -> None:
 
 
 def scale_heads(operation: ScaleHeads, weights: Weights, rows: Rows) -> None:
-    """Heads times a number for each of theirs."""
+    """Scale each value of the heads by a factor of its own."""
     x = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
     factors = (operation.factor * weights.weight).pow(operation.power).view(-1, operation.dim)
     x = (wide(x) * factors).to(x.dtype)
@@ -304,19 +302,19 @@ def scale_heads(operation: ScaleHeads, weights: Weights, rows: Rows) -> None:
 
 
 def activate_gated(operation: ActivateGated, weights: Weights, rows: Rows) -> None:
-    """The gate of an MLP in its activation, times up."""
+    """Compute activation(gate) * up, the gate of an MLP."""
     rows.put(operation.out, rows.ops.gate(rows.get(operation.source), operation.activation))
 
 
 def interpolate(operation: Interpolate, weights: Weights, rows: Rows) -> None:
-    """A buffer moved towards another one."""
+    """Move a buffer towards another buffer."""
     x, rates = rows.get(operation.source), (operation.factor * weights.weight).abs()
     way = wide(rows.get(operation.beside)) - wide(x)
     rows.put(operation.source, (wide(x) + rates * way).to(x.dtype))
 
 
 def xielu(operation: Xielu, weights: Weights, rows: Rows) -> None:
-    """xIELU of a buffer."""
+    """Apply xIELU to a buffer."""
     kept = rows.get(operation.source)
     x, beta = wide(kept), weights.beta
     square = F.softplus(weights.alpha_p) * x * x
@@ -325,7 +323,7 @@ def xielu(operation: Xielu, weights: Weights, rows: Rows) -> None:
 
 
 def attend(operation: Attend, weights: Weights, rows: Rows) -> None:
-    """Attention, of the rows that are read alone if a pass ends here without a Pick before."""
+    """Compute attention. It drops unread rows if no Pick came before in the last layer of a pass."""
     q = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
     k, v = keys_values(operation, rows) if operation.is_own else (None, None)
     if rows.read is not None:
@@ -336,7 +334,7 @@ def attend(operation: Attend, weights: Weights, rows: Rows) -> None:
 
 
 def attend_latent(operation: AttendLatent, weights: Weights, rows: Rows) -> None:
-    """Attention over latents, with absorbed queries: all heads attend over the latents as over one KV head."""
+    """Compute attention over latents with absorbed queries: the latents are one KV head for all query heads."""
     heads, dim, tail, rank = operation.heads, operation.dim, operation.tail, operation.rank
     of_head = dim + tail
     up = weights.up.unflatten(0, (heads, -1))  # [heads, dim + value dim, rank]
@@ -351,13 +349,13 @@ def attend_latent(operation: AttendLatent, weights: Weights, rows: Rows) -> None
 
 
 def keys_values(operation: Attend, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return the keys and values that rows bring to attention, [rows, kv_heads, dim]."""
+    """Return the rows' keys and values for attention, [rows, kv_heads, dim]."""
     buffer, at, heads, dim = operation.beside, operation.keys, operation.kv_heads, operation.dim
     return rows.heads_of(buffer, at, heads, dim, dim), rows.heads_of(buffer, at + heads * dim, heads, dim, dim)
 
 
 def gate(operation: Gate, weights: Weights, rows: Rows) -> None:
-    """The sigmoids or the GELU of a buffer, or its numbers, times another buffer."""
+    """Multiply a buffer by gates from another buffer: sigmoids, another activation, or plain values."""
     x, gates = rows.get(operation.source), rows.get(operation.by)
     groups, width, stride = operation.groups, operation.dim if operation.each else 1, operation.stride or 1
     gates = gates.narrow(1, operation.at, (groups - 1) * stride + width).unfold(1, width, stride)
@@ -367,14 +365,14 @@ def gate(operation: Gate, weights: Weights, rows: Rows) -> None:
 
 
 def scale(operation: Scale, weights: Weights, rows: Rows) -> None:
-    """A buffer times factors."""
+    """Multiply a buffer by factors."""
     kept = rows.get(operation.source)
     x = kept * operation.factor if weights.weight is None else wide(kept) * (operation.factor * wide(weights.weight))
     rows.put(operation.out or operation.source, x.to(kept.dtype))
 
 
 def mix(operation: Mix, weights: Weights, rows: Rows) -> None:
-    """Sums of buffers with shares that each row has of its own."""
+    """Add other buffers to each source buffer, with weights that each row computes for itself."""
     others = [wide(rows.get(name)) for name in operation.others]
     shares = operation.offset + F.linear(torch.tanh(wide(rows.get(operation.by))), weights.weight)
     mixed = []
@@ -387,14 +385,14 @@ def mix(operation: Mix, weights: Weights, rows: Rows) -> None:
 
 
 def match(operation: Match, weights: Weights, rows: Rows) -> None:
-    """A buffer with the length of another one."""
+    """Scale a buffer to the root mean square of another buffer."""
     kept = rows.get(operation.source)
     own, wanted = (wide(x).pow(2).mean(-1, keepdim=True) for x in (kept, rows.get(operation.beside)))
     rows.put(operation.source, (wide(kept) * wanted.sqrt() / own.clamp(min=operation.least).sqrt()).to(kept.dtype))
 
 
 def sparse_gate(operation: SparseGate, weights: Weights, rows: Rows) -> None:
-    """What gates let through that are larger than most of their row."""
+    """Compute a sparse gate: only gates that exceed the row's mean by some standard deviations pass."""
     kept = rows.get(operation.source)
     gates, up = wide(kept).chunk(2, -1)
     apart = gates - gates.mean(-1, keepdim=True)
@@ -403,7 +401,7 @@ def sparse_gate(operation: SparseGate, weights: Weights, rows: Rows) -> None:
 
 
 def clamp(operation: Clamp, weights: Weights, rows: Rows) -> None:
-    """The numbers of a buffer, within two limits."""
+    """Clamp a buffer to two limits."""
     x = rows.get(operation.source)
     x = torch.clamp(x, weights.low.to(x.dtype), weights.high.to(x.dtype))
     if operation.is_part:
@@ -413,7 +411,7 @@ def clamp(operation: Clamp, weights: Weights, rows: Rows) -> None:
 
 
 def embed(operation: Embed, weights: Weights, rows: Rows) -> None:
-    """Embeddings beside those that a pass begins with."""
+    """Look up embeddings from another table than the model's input embedding."""
     assert rows.tokens is not None
     beyond = rows.tokens >= len(weights.table)
     x = F.embedding(rows.tokens.masked_fill(beyond, 0), weights.table)
@@ -421,12 +419,12 @@ def embed(operation: Embed, weights: Weights, rows: Rows) -> None:
 
 
 def add(operation: Add, weights: Weights, rows: Rows) -> None:
-    """A sum of buffers. What is added to the residual stream waits for the norm that follows."""
+    """Add two buffers. A sum with the residual stream stays pending for the norm that follows."""
     beside = rows.get(operation.beside)
     if operation.scale != 1:
         beside = operation.scale * beside
     if operation.source == X and not operation.summed:
-        rows.get(X)  # with what is still to be added
+        rows.get(X)  # adds the pending term
         rows.delta = beside
         return
     total = rows.get(operation.source) + beside
@@ -434,13 +432,12 @@ def add(operation: Add, weights: Weights, rows: Rows) -> None:
 
 
 def pick(operation: Pick, weights: Weights, rows: Rows) -> None:
-    """The rows that are read alone, from here on."""
+    """Drop unread rows from here on."""
     if rows.read is not None:
         rows.leave_out(operation.sources)
 
 
 def hold_norm(operation: Norm, place: Place) -> layers.Norm:
-    """Return a norm."""
     is_wide = operation.weight is not None and operation.weight.wide
     dtype = torch.promote_types(place.dtype, torch.float32) if is_wide else place.dtype
     factor, eps = operation.plain
@@ -451,7 +448,7 @@ def hold_norm(operation: Norm, place: Place) -> layers.Norm:
 
 
 class HeadNorm(nn.Module):
-    """The weight of the norm of heads that are rotated; None: there is none."""
+    """The weight of the norm of rotated heads, or None."""
 
     def __init__(self, operation: Rope, place: Place):
         super().__init__()

@@ -1,7 +1,7 @@
-"""The position-wise operations of a layer, and the code that computes them.
+"""The position-wise operations of a layer, in several implementations.
 
-`choose_ops` gives the operations for a pass by compiled CPU kernels, by Triton, or by PyTorch. All have the same
-results up to floating-point rounding; those by PyTorch alone are differentiable, and write into nothing they are given.
+`choose_ops` selects one for a pass: compiled CPU kernels, Triton, or PyTorch. All agree up to floating-point rounding.
+Only PyTorch's are differentiable, and only they never write to their inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ... import kernels
 from .device import TRITON_DTYPES, runs_triton
 from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
-# By ModelConfig.activation.
+# By `ModelConfig.activation`.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -26,17 +26,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
-# Those whose product with up has a kernel of its own.
+# Activations with a fused kernel for activation(gate) * up.
 FUSED_GATES = ("silu", "gelu_tanh")
 
 
 class Ops:
-    """An Ops computes the operations by PyTorch, on any device and in any dtype."""
+    """The operations in PyTorch, on any device and in any dtype."""
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns x + delta (the residual stream), and its RMS norm scaled by `weight` (Zhang and Sennrich 2019).
+        """Return x + delta (the residual stream), and its RMS norm scaled by `weight` (Zhang and Sennrich 2019).
 
-        x, delta [rows, hidden]; weight [hidden], of x's dtype or float32. May write into x.
+        x, delta: [rows, hidden]; weight: [hidden], in x's dtype or float32. It may overwrite x.
         """
         if delta is not None:
             x = x + delta
@@ -47,8 +47,7 @@ class Ops:
     def add_layer_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Returns x + delta (the residual stream), and its LayerNorm (Ba et al. 2016). weight, bias [hidden]; bias may
-        be None."""
+        """Return x + delta (the residual stream), and its LayerNorm (Ba et al. 2016). weight, bias: [hidden]"""
         if delta is not None:
             x = x + delta
         if weight.dtype == x.dtype:
@@ -56,12 +55,14 @@ class Ops:
         return x, F.layer_norm(wide(x), weight.shape, weight, None if bias is None else wide(bias), eps).to(x.dtype)
 
     def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """Returns x [rows, heads, dim] after rotary position embedding, halves rotated against each other (as in
-        Llama).
+        """Return x [rows, heads, dim] after rotary position embedding, in the half-split form of Llama.
 
-        cos_sin float32 [rows, turned]: cosines then sines of the row's turned/2 angles, already multiplied by the
-        RoPE variant's attention factor. The first `turned` numbers of each head are rotated; 0: none. norm_weight
-        [dim]: an RMS norm over dim before the rotation (Qwen3's q/k norm). May write into x.
+        Args:
+            x: [rows, heads, dim]; it may be overwritten.
+            cos_sin: float32 [rows, turned]: cosines, then sines of the row's turned/2 angles, multiplied by the
+                attention factor of the RoPE variant. The first `turned` values of each head are rotated; 0: none.
+            norm_weight: [dim], an RMS norm over dim before the rotation (Qwen3's q/k norm). None: no norm.
+            eps: Epsilon of the norm.
         """
         if norm_weight is not None:
             _, x = Ops.add_rms_norm(self, x, None, norm_weight, eps)
@@ -73,14 +74,16 @@ class Ops:
         return rotated if turned == x.shape[-1] else torch.cat((rotated, x[..., turned:]), -1)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Returns activation(gate) * up, of gate_up [rows, 2 * width] -> [rows, width]. activation: a key of
-        ACTIVATIONS."""
+        """Return activation(gate) * up [rows, width], for gate_up [rows, 2 * width].
+
+        activation: a key of ACTIVATIONS
+        """
         gate, up = gate_up.chunk(2, -1)
         return ACTIVATIONS[activation](gate) * up
 
 
 class CompiledOps:
-    """The compiled kernels of a CPU, called with tensors."""
+    """The compiled kernels of a CPU, with tensor arguments."""
 
     def __init__(self, compiled: kernels.Kernels):
         self._compiled = compiled
@@ -96,9 +99,9 @@ class CompiledOps:
 
 
 class FusedOps(Ops):
-    """A FusedOps computes the operations by kernels that write into what they are given. No gradients.
+    """The operations in fused kernels, which write to their inputs. No gradients.
 
-    kernels: `CompiledOps`, for float32 and bfloat16 on a CPU, or the functions of `ops_triton`, on a GPU
+    kernels: `CompiledOps` for float32 and bfloat16 on a CPU, or the module `ops_triton` on a GPU
     """
 
     def __init__(self, kernels: Any):
@@ -111,7 +114,7 @@ class FusedOps(Ops):
         turned = cos_sin.shape[1]
         if not turned:
             return super().rope(x, cos_sin, norm_weight, eps)
-        if turned < x.shape[-1] and norm_weight is not None:  # the kernel norms what it turns
+        if turned < x.shape[-1] and norm_weight is not None:  # the kernel would norm only the rotated part
             x = self._kernels.add_rms_norm(x.flatten(0, 1), None, norm_weight, eps).view(x.shape)
             norm_weight = None
         self._kernels.rope(x[..., :turned], cos_sin, norm_weight, eps)
@@ -124,14 +127,14 @@ class FusedOps(Ops):
 
 
 PYTORCH = Ops()
-# Types of device that torch can be asked of; of "meta", for one, it cannot.
+# Device types for which torch can report autocast. For "meta", say, it cannot.
 AUTOCAST = ("cpu", "cuda")
 
 
 def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
-    """Returns the fastest operations for tensors of this dtype on this device.
+    """Return the fastest operations for tensors of this dtype on this device.
 
-    Those by PyTorch are returned where gradients are enabled, and under autocast, where tensors are of several dtypes.
+    PyTorch's are used if gradients are enabled, and under autocast, which mixes dtypes.
     """
     if torch.is_grad_enabled() or (device.type in AUTOCAST and torch.is_autocast_enabled(device.type)):
         return PYTORCH
@@ -145,10 +148,9 @@ def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
 
 
 def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log-sum-exp of each row of logits [rows, columns], [rows], and the place of its largest number, int64
-    [rows].
+    """Return the log-sum-exp of each row, [rows], and the index of its largest value, int64 [rows].
 
-    Of several largest ones a CPU gives the first.
+    logits: [rows, columns]. On a CPU, ties go to the lowest index.
     """
     if logits.is_cpu and not (torch.is_grad_enabled() and logits.requires_grad):
         compiled, numbers = kernels.load(), array_of(logits)
@@ -159,8 +161,10 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def entropy(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what `log_sum_exp` does of logits [rows, columns], and the entropy in nats of the probabilities that each
-    row stands for, [rows]. No gradients."""
+    """Return the result of `log_sum_exp`, and the entropy of each row's probabilities in nats, [rows]. No gradients.
+
+    logits: [rows, columns]
+    """
     with torch.no_grad():
         compiled = kernels.load() if logits.is_cpu else None
         if compiled and compiled.can_log_sum_exp(numbers := array_of(logits)):
@@ -172,5 +176,5 @@ def entropy(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns x in the dtype that sums are made in: float32, or float64 where x is."""
+    """Return x in the dtype of sums: float64 if x is float64, else float32."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,4 +1,4 @@
-"""The position-wise operations of `ops` in Triton, in one pass over memory each; rounded as there. No gradients."""
+"""The position-wise operations of `ops` in Triton: one pass over memory each, with the same rounding. No gradients."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS = 16  # worked on at once
+HEADS = 16  # processed at once
 WIDTH = 1024
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Writes x + delta into x, and returns its RMS norm; arguments as for `Ops.add_rms_norm`."""
+    """Write x + delta to x, and return its RMS norm. Arguments: as in `Ops.add_rms_norm`"""
     rows, hidden = x.shape
     out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     if rows:
@@ -25,7 +25,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
-    """Turns x by its rotary positions, in place; arguments as for `Ops.rope`."""
+    """Rotate x in place by its rotary positions. Arguments: as in `Ops.rope`"""
     rows, heads, dim = x.shape
     block = min(HEADS, triton.next_power_of_2(heads))
     if rows:
@@ -37,7 +37,7 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> 
 
 
 def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """Returns activation(gate) * up, [rows, width]; arguments as for `Ops.gate`."""
+    """Return activation(gate) * up, [rows, width]. Arguments: as in `Ops.gate`"""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     is_silu = {"silu": True, "gelu_tanh": False}[activation]
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
@@ -51,7 +51,7 @@ def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 @triton.jit
 def _scaled(h, weight):
-    """Returns weight * h, rounded as PyTorch rounds: h to the weight's dtype, then the product."""
+    """Return weight * h, rounded like PyTorch: h to the weight's dtype, then the product."""
     wide = weight.to(tl.float32) * h.to(weight.dtype).to(tl.float32)
     return wide.to(weight.dtype)
 
@@ -109,7 +109,7 @@ def _gate(X, OUT, x_row, width, SIZE: tl.constexpr, SILU: tl.constexpr):
     gate = tl.load(X + row * x_row + column, mask=mask, other=0.0)
     up = tl.load(X + row * x_row + width + column, mask=mask, other=0.0)
     g = gate.to(tl.float32)
-    # gelu's approximation is 0.5 g (1 + tanh u), and (1 + tanh u) / 2 = sigmoid(2 u).
+    # The tanh form of gelu is 0.5 g (1 + tanh u), and (1 + tanh u) / 2 = sigmoid(2 u).
     bent = g if SILU else 1.5957691216057308 * (g + 0.044715 * g * g * g)
     product = (g * tl.sigmoid(bent)).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(OUT + row * width + column, product.to(OUT.dtype.element_ty), mask=mask)

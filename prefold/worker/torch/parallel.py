@@ -1,4 +1,4 @@
-"""What tensors do in a model that is split over ranks: on one rank, and with sums and gathers between several."""
+"""Tensor operations of a split model: on one rank, and with sums and gathers between several ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from .device import send
 
 
 class Alone(OneRank[Tensor]):
-    """An Alone is one rank that holds everything, and what `Ranks` does the work of."""
+    """The only rank of a model that is not split, and the base class of `Ranks`."""
 
     def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
-        """Return rows of the whole embedding [tokens, hidden]; weight: this rank's, of the ids in `vocab`."""
+        """Return rows of the embedding [tokens, hidden]. weight: this rank's rows, for the ids in `vocab`"""
         return F.embedding(tokens, weight)
 
     def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
-        """Return rows of the LM head, [ids, hidden]: those this rank holds, zeros for others; products are to be
-        summed."""
+        """Return rows of the LM head, [ids, hidden]; zeros for ids of other ranks. Sum the products over ranks."""
         return weight[_on(ids, weight.device)]
 
 
@@ -31,15 +30,17 @@ ALONE = Alone()
 
 
 class Ranks(Alone, ABC):
-    """A Ranks is this process's rank of a split model; every rank makes the same calls. `worker.torch.ranks` has the
-    kinds, by how ranks exchange."""
+    """This process's rank of a split model. Every rank makes the same calls.
+
+    `worker.torch.ranks` has one class for each way to exchange data.
+    """
 
     @abstractmethod
     def sum(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
     def collect(self, piece: Tensor) -> list[Tensor] | None:
-        """Return every rank's piece, on rank 0; all are of one shape."""
+        """Return every rank's piece, on rank 0. All pieces have one shape."""
 
     def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
         rows, is_own = own_rows(tokens, vocab)

@@ -1,7 +1,7 @@
-"""Products of rows with a matrix: the code that multiplies, and how the matrix lies in memory for it.
+"""Products of rows with a matrix: the code that multiplies, and the memory layout of the matrix.
 
-A `Linear`, and the LM head, multiply by PyTorch with their weight as it is, or hold a `Product` that has the weight in
-a form of its own. Packed forms are made here; others (quantised, merged, ...) can be put in from outside.
+A `Linear` or the LM head multiplies with PyTorch and its plain weight, or holds a `Product`, which has the weight in a
+layout of its own. This file makes packed layouts; callers can assign other products (quantised, merged, ...).
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from .device import available_memory
 from .ops import wide
 from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
-# Vocabulary entries of an LM head that are widened to float32 at once.
+# Vocabulary entries of an LM head that are converted to float32 at once.
 HEAD_COLUMNS = 4096
 
 
 class Product:
-    """A Product is a matrix [outputs, inputs] that rows are multiplied with. A product of your own needs `__call__`
-    alone."""
+    """A matrix [outputs, inputs] to multiply rows with. A subclass needs only `__call__`."""
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns x [rows, inputs] times the matrix, plus bias [outputs]: [rows, outputs], of x's dtype."""
+        """Return x [rows, inputs] times the matrix, plus bias [outputs]: [rows, outputs], in x's dtype."""
         raise NotImplementedError
 
     def wide(self, x: Tensor) -> Tensor:
-        """Returns x [rows, inputs] times the matrix in float32, as logits are wanted: the sums are best not rounded
-        before."""
+        """Return x [rows, inputs] times the matrix in float32, for logits. Best without rounding the sums first."""
         return self(x).float()
 
     def gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor | None:
-        """Returns activation(gate) * up [rows, outputs / 2], where the first half of the outputs is gate, the other one
-        up; or None: there is no faster way to it than by the whole product."""
+        """Return activation(gate) * up [rows, outputs / 2]; the first half of the outputs is gate, the second half up.
+
+        None: the whole product is as fast.
+        """
         return None
 
 
 class OneDNN(Product):
-    """A OneDNN has a copy of a weight in the layout of oneDNN, which need not reorder it in every call. No
-    gradients."""
+    """A copy of a weight in oneDNN's layout, which avoids reordering it in every call. No gradients."""
 
     def __init__(self, weight: Tensor):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
@@ -55,13 +54,13 @@ class OneDNN(Product):
 
 
 class Panels(Product):
-    """A Panels has a copy of a weight [outputs, inputs] in the layout of our compiled kernels, as of
-    `Kernels.pack_words`. No gradients.
+    """A copy of a weight [outputs, inputs] in the layout of the compiled kernels (`Kernels.pack_words`). No gradients.
 
-    pool: where memory comes from; has_gate: whether the outputs are gate and up, in turn
+    Args:
+        pool: Allocates the memory.
     """
 
-    has_gate = False
+    has_gate = False  # the outputs are gate and up, interleaved
 
     def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None):
         self._compiled, self.outputs = compiled, len(weight)
@@ -72,20 +71,22 @@ class Panels(Product):
         return tensor_of(self._compiled.linear(array_of(x), self.packed, self.outputs, array_of(bias)))
 
     def wide(self, x: Tensor) -> Tensor:
-        """Returns the product as summed, in float32, which no product of PyTorch gives of bfloat16."""
+        """Return the float32 sums without rounding. PyTorch has no bfloat16 product that does this on a CPU."""
         out = self._memory.take(len(x), self.outputs)
         return tensor_of(self._compiled.linear(array_of(x), self.packed, self.outputs, out=out))
 
 
 class GatePanels(Panels):
-    """A GatePanels has panels of gate and up, whose columns lie in turn, LANES of each: the kernel applies the gate to
-    what it has just summed, and no copy of gate and up is made in memory."""
+    """Panels of gate and up, interleaved in blocks of LANES columns.
+
+    The kernel applies the gate to the sums directly, so gate and up are never written to memory.
+    """
 
     has_gate = True
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether gate and up have whole LANES of columns."""
+        """Return True if gate and up have whole LANES of columns."""
         return len(weight) % (2 * LANES) == 0
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -94,22 +95,24 @@ class GatePanels(Panels):
         return out if bias is None else out + bias
 
     def gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        if bias is not None:  # with LANES of gate and of up in turn
+        if bias is not None:  # interleave it like the columns
             bias = bias.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
         width = self.outputs // 2
         return tensor_of(self._compiled.gated_linear(array_of(x), self.packed, width, array_of(bias), activation))
 
 
 class _LogitsBuffer:
-    """A _LogitsBuffer gives memory for logits: that of the last call, once nothing refers to it any more. Fresh pages
-    would cost as much again as a tenth to a third of the product."""
+    """Memory for logits, reused once nothing refers to the last result.
+
+    Fresh pages would make the product 10 to 33 % slower.
+    """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.float32)
-        self._references = sys.getrefcount(self._memory)  # while nothing else refers to it
+        self._references = sys.getrefcount(self._memory)  # the count without other references
 
     def take(self, rows: int, columns: int) -> np.ndarray:
-        """Returns an uninitialised float32 array [rows, columns]."""
+        """Return an uninitialised float32 array [rows, columns]."""
         size = rows * columns
         if len(self._memory) < size or sys.getrefcount(self._memory) > self._references:
             self._memory = np.empty(size, np.float32)
@@ -117,9 +120,9 @@ class _LogitsBuffer:
 
 
 def pack(weight: Tensor, pool: kernels.PanelPool | None = None, *, gated: bool = False) -> Product | None:
-    """Returns the fastest product with a copy of `weight` [outputs, inputs]; None where PyTorch's own is as fast.
+    """Return the fastest product with a copy of `weight` [outputs, inputs]. None: PyTorch's own is as fast.
 
-    pool: where the memory of Panels comes from. gated: half of the outputs is gate, half up.
+    pool: allocates the memory of Panels; gated: half of the outputs is gate, half up
     """
     if compiled := product_kernels(weight):
         kind = GatePanels if gated and GatePanels.takes(weight) else Panels
@@ -128,22 +131,23 @@ def pack(weight: Tensor, pool: kernels.PanelPool | None = None, *, gated: bool =
 
 
 def pack_head(weight: Tensor) -> Product | None:
-    """Returns the fastest `wide` product with a copy of an LM head [vocabulary, hidden]; None where PyTorch's own is as
-    fast, or there is no room for a copy."""
+    """Return the fastest `wide` product with a copy of an LM head [vocabulary, hidden].
+
+    None: PyTorch's own product is as fast, or there is no memory for a copy.
+    """
     weight = weight.detach()
     if weight.device.type != "cpu" or 2 * weight.nbytes > available_memory(weight.device):
         return None
     if compiled := product_kernels(weight):
         return Panels(weight, compiled)
-    if weight.dtype == torch.bfloat16:  # slower kernels are still faster than widening the weight in every call
+    if weight.dtype == torch.bfloat16:  # even slow kernels are faster than converting the weight in every call
         compiled = kernels.load()
         return Panels(weight, compiled) if compiled and can_pack(weight) else None
     return OneDNN(weight) if packs_with_onednn(weight) else None
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x [rows, inputs] times weight [outputs, inputs] by PyTorch, summed and kept in float32 (float64 where
-    both are).
+    """Return x [rows, inputs] times weight [outputs, inputs] in float32, with PyTorch (float64 if both are float64).
 
     Differentiable.
     """
@@ -156,10 +160,10 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def packs_with_onednn(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies with such a weight natively on this CPU.
+    """Return True if oneDNN multiplies natively with this weight on this CPU.
 
-    Measured on two AVX-512 bf16 cores, at 512 and more rows: 2 to 7 % faster in bfloat16, 11 to 25 % in float32;
-    at 1 to 16 rows mostly 1.3 to 3 times.
+    Measured on two AVX-512 bf16 cores. With 512 and more rows: 2 to 7 % faster in bfloat16, 11 to 25 % in float32. With
+    1 to 16 rows: mostly 1.3 to 3 times as fast.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
@@ -167,12 +171,12 @@ def packs_with_onednn(weight: Tensor) -> bool:
 
 
 def product_kernels(weight: Tensor) -> kernels.Kernels | None:
-    """Returns our own kernels where they multiply with such a weight at least as fast as oneDNN; else None.
+    """Return the compiled kernels if they multiply with this weight at least as fast as oneDNN, else None.
 
-    On AVX-512, beside oneDNN's packed linears: 2 to 2.3 times at 1 to 4 rows, 1.4 at 16, 1.1 at 64, 1 to 1.05 at
-    256 and more. On AVX2 (Zen 3), in float32: 1.4 to 1.6 times at 1 to 3 rows, 1 to 1.2 at more; in bfloat16, beside
-    oneDNN in float32, 1.3 to 2.5 times at up to 8 rows. On AMX, in bfloat16: 1.3 to 2 times at up to 64 rows, 1 to 1.3
-    at more.
+    Speed relative to oneDNN's packed linears. On AVX-512: 2 to 2.3 times at 1 to 4 rows, 1.4 at 16, 1.1 at 64, 1 to
+    1.05 at 256 and more. On AVX2 (Zen 3), in float32: 1.4 to 1.6 times at 1 to 3 rows, 1 to 1.2 at more. On AVX2 in
+    bfloat16, relative to oneDNN in float32: 1.3 to 2.5 times at up to 8 rows. On AMX, in bfloat16: 1.3 to 2 times at up
+    to 64 rows, 1 to 1.3 at more.
     """
     if weight.device.type != "cpu" or not can_pack(weight):
         return None
@@ -181,5 +185,5 @@ def product_kernels(weight: Tensor) -> kernels.Kernels | None:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Returns whether a weight [outputs, inputs] can be packed for the compiled kernels."""
+    """Return True if a weight [outputs, inputs] can be packed for the compiled kernels."""
     return kernels.can_pack_words(ARRAY_DTYPES.get(weight.dtype), weight.shape[1])

@@ -1,5 +1,4 @@
-"""Ranks whose arrays are tensors: they exchange through memory on a CPU with compiled kernels, otherwise through
-PyTorch's process groups."""
+"""Ranks that exchange tensors: through shared memory on a CPU with compiled kernels, else through torch.distributed."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from ..tensor_parallel import Meeting, MemoryMeeting, MemoryRanks
 from .parallel import Ranks
 from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
-_HERE = "127.0.0.1"  # all ranks are on this machine; its name may lead anywhere
+_HERE = "127.0.0.1"  # all ranks are on this machine, whose host name may resolve to another address
 
 
 class MemoryTensors(Ranks):
-    """A MemoryTensors exchanges tensors of a CPU as `memory` does arrays."""
+    """A rank that exchanges CPU tensors through the shared memory of `MemoryRanks`."""
 
     def __init__(self, memory: MemoryRanks):
         self.rank, self.size, self.view = memory.rank, memory.size, memory.view
@@ -43,7 +42,7 @@ class MemoryTensors(Ranks):
 
 
 class GroupRanks(Ranks):
-    """A GroupRanks is this process's rank among those of torch.distributed's default group."""
+    """The rank of this process in torch.distributed's default group."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -70,7 +69,7 @@ def _collective() -> Iterator[None]:
 
 
 class TensorMeeting(MemoryMeeting):
-    """The memory that ranks with tensors map."""
+    """A meeting through shared memory, for ranks with tensors."""
 
     def join(self, rank: int, size: int, pipes: Sequence[int]) -> Ranks:
         memory = super().join(rank, size, pipes)
@@ -79,22 +78,22 @@ class TensorMeeting(MemoryMeeting):
 
 
 class GroupMeeting(Meeting):
-    """A GroupMeeting is a store, at a port of this machine, by which ranks come into the default process group."""
+    """A meeting through a TCP store on this machine, where ranks join the default process group."""
 
     def __init__(self, size: int, device: str):
-        """Raise InputError if there are too few GPUs, and if this process has a group."""
+        """Raise InputError if there are too few GPUs, or if this process already has a process group."""
         self._is_gpu = torch.device(device).type == "cuda"
         if self._is_gpu and torch.cuda.device_count() < size:
             raise InputError(
                 f"tensor_parallel is {size}, and torch sees {torch.cuda.device_count()} GPUs",
                 field="tensor_parallel",
-                remedy="use as many as there are, or --device cpu",
+                remedy="use at most the number of GPUs, or --device cpu",
             )
         if dist.is_initialized():
             raise InputError(
-                "torch.distributed is in use in this process",
+                "torch.distributed is already in use in this process",
                 field="tensor_parallel",
-                remedy="end what uses it (close() of another LLM), or use a process of its own",
+                remedy="close what uses it (close() of another LLM), or use another process",
             )
         listener = socket.create_server((_HERE, 0))
         self._port, self._limit = listener.getsockname()[1], timedelta(seconds=tensor_parallel.TIMEOUT_SECONDS)
@@ -102,7 +101,7 @@ class GroupMeeting(Meeting):
         self._store: dist.Store | None = dist.TCPStore(_HERE, self._port, size, timeout=self._limit, **options)
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_store": None}  # it is rank 0's own
+        return self.__dict__ | {"_store": None}  # only rank 0 owns the store
 
     def join(self, rank: int, size: int, pipes: Sequence[int]) -> Ranks:
         if self._is_gpu and rank:
@@ -126,7 +125,7 @@ class GroupMeeting(Meeting):
 
 
 def meeting_of(wanted: Load) -> Callable[[int], Meeting]:
-    """Return what makes the meeting of so many ranks."""
+    """Return the function that makes the meeting for a number of ranks."""
     if wanted.device == "cpu" and kernels.load() is not None:
         return TensorMeeting
     return lambda size: GroupMeeting(size, wanted.device)

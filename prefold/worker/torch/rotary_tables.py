@@ -1,4 +1,4 @@
-"""Cosines and sines of rotary positions as tensors, on any device."""
+"""Tables of cosines and sines of rotary positions, as tensors on any device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ...model.rotary import FIRST_ROWS, distinct_values, padded_frequencies
 
 
 class RotaryTable:
-    """A RotaryTable gives cosines and sines by position, float32 [positions, dim] (cosines, then sines), and grows as
-    needed."""
+    """Cosines, then sines, by position, float32 [positions, dim]. The table grows as needed."""
 
     def __init__(self, rope: RopeConfig, dim: int, device: torch.device):
         inv, scale = padded_frequencies(rope, dim)
@@ -22,14 +21,14 @@ class RotaryTable:
         self.table = torch.empty(0, dim, device=device)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Returns float32 [rows, dim] for positions int64 [rows], multiplied with the attention factor."""
-        if positions.device.type != "cpu":  # to ask for the largest would be to wait for it
+        """Return float32 [rows, dim] for positions int64 [rows], multiplied by the attention factor."""
+        if positions.device.type != "cpu":  # reading the largest position would wait for the device
             return self._of(positions)
         self.grow_to(int(positions.max()) + 1 if len(positions) else 0)
         return self.table.index_select(0, positions)
 
     def grow_to(self, rows: int) -> None:
-        """Makes `table` cover so many positions, on a CPU."""
+        """Extend `table` to at least `rows` positions, on a CPU."""
         if rows <= len(self.table):
             return
         rows = max(rows, 2 * len(self.table), FIRST_ROWS)
@@ -43,24 +42,25 @@ class RotaryTable:
 
 
 class RotaryTables:
-    """A RotaryTables gives cosines and sines of every plane; planes with the same settings share a table.
+    """Cosines and sines of every plane. Planes with equal settings share a table.
 
-    table_of  by plane, the number of its table in the order in which planes have them first
+    Attributes:
+        table_of: The number of each plane's table, counted in order of first use.
     """
 
     def __init__(self, ropes: Sequence[RopeConfig], dims: Sequence[int], device: torch.device):
-        """ropes, dims: of each plane"""
+        """ropes, dims: one per plane"""
         distinct, self.table_of = distinct_values(list(zip(ropes, dims, strict=True)))
         self.device = device
         self._tables = [RotaryTable(rope, dim, device) for rope, dim in distinct]
 
     def __call__(self, positions: Tensor) -> list[Tensor]:
-        """Returns the result of each plane's `RotaryTable` for positions int64 [rows]."""
+        """Return the result of each plane's `RotaryTable` for positions int64 [rows]."""
         tables = [table(positions) for table in self._tables]
         return [tables[i] for i in self.table_of]
 
     def covering(self, positions: int) -> list[Tensor]:
-        """Returns the tables, each of at least so many positions; on a CPU."""
+        """Return the tables, each with at least `positions` positions. On a CPU only."""
         for table in self._tables:
             table.grow_to(positions)
         return [table.table for table in self._tables]

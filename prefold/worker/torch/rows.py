@@ -1,5 +1,4 @@
-"""A step of the row stream: its tensors, `attend`, one forward pass, and the K/V of the path that a step hands to the
-next."""
+"""A step of the row stream in PyTorch: its tensors, `attend`, the forward pass, and the K/V of the path."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def heads_of(config: ModelConfig, dtype: torch.dtype) -> list[Heads]:
 
 
 def row_attention_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[int | None, RowAttention]:
-    """Return what computes attention over rows, by sliding window. config, dtype: as of `heads_of`"""
+    """Return the attention over rows for each sliding window. config, dtype: as in `heads_of`"""
     heads = {plane.window: of for plane, of in zip(config.planes, heads_of(config, dtype), strict=True)}
     made = {of: RowAttention(of, device) for of in heads.values()}
     return {window: made[of] for window, of in heads.items()}
@@ -45,22 +44,18 @@ PathKV = Mapping[int, tuple[Tensor, Tensor]]  # by plane: keys and values, [path
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A path is what is held between two steps: the K/V of its rows, and for mean pooling their hidden states.
-
-    kv      by plane: keys and values, [path, kv_heads, head_dim] each
-    hidden  float32 [path, hidden], or None
-    """
+    """The data carried between two steps of a row stream: K/V of the path, and hidden states for mean pooling."""
 
     kv: PathKV = field(default_factory=dict)
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # float32 [path, hidden], or None
 
     @property
     def rows(self) -> int:
-        """Returns how many rows the path has."""
+        """Return the number of rows of the path."""
         return next((len(keys) for keys, _ in self.kv.values()), 0)
 
     def truncate(self, rows: int) -> Path:
-        """Returns the first `rows` rows: the next window shares no more than these with the last one."""
+        """Return the path's first `rows` rows, because the next window may share fewer rows."""
         if rows == self.rows:
             return self
         kv = {plane: (keys[:rows], values[:rows]) for plane, (keys, values) in self.kv.items()}
@@ -69,9 +64,9 @@ class Path:
 
 @dataclass(slots=True)
 class StepAttend:
-    """`attend` of one step: queries of its rows over the carried path and its own rows.
+    """`attend` of one step: queries of its rows, over the carried path and its own rows.
 
-    The model calls it once for each plane; after that `next_kv` holds the K/V of the path above the next step.
+    The model calls it once for each plane. After that, `next_kv` has the K/V of the path above the next step.
     """
 
     batch: Batch
@@ -84,11 +79,14 @@ class StepAttend:
     def __call__(
         self, plane: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return attention of q [rows or read rows, heads, dim] over k [rows, kv_heads, dim] and v [rows, kv_heads,
-        value dim], or over those of an earlier call for the plane: [rows or read rows, heads, value dim]."""
+        """Return attention of q, [rows or read rows, heads, value dim].
+
+        k: [rows, kv_heads, dim]; v: [rows, kv_heads, value dim]; None: the keys and values of an earlier call for the
+        plane
+        """
         batch, window = self.batch, self.planes[plane].window
         is_own = k is not None and v is not None
-        if k is None or v is None:  # an earlier layer's
+        if k is None or v is None:  # an earlier layer computed them
             k, v = self._fresh[plane]
         else:
             self._fresh[plane] = k, v
@@ -111,7 +109,7 @@ class StepAttend:
 
 
 def join(path: Tensor | None, new: Tensor, batch: Batch) -> Tensor:
-    """Returns the rows of `path` and `new` that the next step needs: copies, so that the step's memory can go."""
+    """Return the rows of `path` and `new` that the next step needs, as copies, to let the step's memory go free."""
     kept = new.index_select(0, batch.keep_new)
     if path is None or not len(batch.keep_path):
         return kept
@@ -120,32 +118,22 @@ def join(path: Tensor | None, new: Tensor, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch is what the forward pass of a step and its read-out need, on the device.
-
-    attention        computes attention by the plans, by sliding window
-    plans            by sliding window, every row queries
-    read_plans       by sliding window, only the read rows query: for the last layer
-    read_order       sharing "mlp": sorts the read rows by the stream row that stands for each; else None
-    keep_path        which rows of the carried path stay
-    keep_new         which of the new rows of the stream join it
-    pool             for readout "mean", where something is read
-    adapters         which rows have a LoRA adapter
-    """
+    """The input of a stream step's forward pass and read-outs, on the device."""
 
     step: StreamStep
-    attention: Mapping[int | None, RowAttention]
-    tokens: Tensor
-    positions: Tensor
-    read_rows: Tensor | None
-    gather: Tensor | None
-    scatter: Tensor | None
-    plans: dict[int | None, RowPlan]
-    read_plans: dict[int | None, RowPlan]
-    read_order: Tensor | None
-    keep_path: Tensor
-    keep_new: Tensor
-    pool: PoolPlan[Tensor] | None = None
-    adapters: RowAdapters = NO_ADAPTERS
+    attention: Mapping[int | None, RowAttention]  # by sliding window
+    tokens: Tensor  # int64 [rows]
+    positions: Tensor  # int64 [rows]
+    read_rows: Tensor | None  # int64, the rows whose hidden state is read; None: all
+    gather: Tensor | None  # int64, of a folded step (sharing "mlp"), else None
+    scatter: Tensor | None  # int64, of a folded step, else None
+    plans: dict[int | None, RowPlan]  # by sliding window; every row queries
+    read_plans: dict[int | None, RowPlan]  # by sliding window; only read rows query, for the last layer
+    read_order: Tensor | None  # of a folded step: sorts the read rows by their stream rows; else None
+    keep_path: Tensor  # the rows of the carried path that stay
+    keep_new: Tensor  # the new rows of the stream that join the path
+    pool: PoolPlan[Tensor] | None = None  # for readout "mean", if the step reads anything
+    adapters: RowAdapters = NO_ADAPTERS  # the LoRA adapter of each row
 
 
 def prepare(
@@ -154,9 +142,9 @@ def prepare(
     attention: Mapping[int | None, RowAttention],
     adapters: Sequence[Adapter] = (),
 ) -> Batch:
-    """Returns all that the forward pass of `step` needs; it may be called in any thread, while another step runs.
+    """Return the input of a stream step's forward pass. Any thread may call this, while another step runs.
 
-    adapters: those that steps number, in their order.
+    adapters: in the order by which steps number them
     """
     device = next(iter(attention.values())).device
     new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)
@@ -205,8 +193,11 @@ def prepare(
 
 
 def forward_stream(model: CausalLM, batch: Batch, path: Path, arguments: Mapping[str, Any]) -> tuple[Tensor, PathKV]:
-    """Returns the hidden states of the rows of a step that are read, [rows, hidden], and the K/V of the path above the
-    next step, as of Path. arguments: further arguments of the model's call"""
+    """Run a step. Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above the next
+    step.
+
+    arguments: extra arguments of the model call
+    """
     attend = StepAttend(batch, path, model.config.planes, model.config.scale)
     hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **arguments)
     return hidden, attend.next_kv

@@ -1,4 +1,4 @@
-"""A step over slots: its tensors, and `attend` over the KV store."""
+"""A step over slots in PyTorch: its tensors, and `attend` over the KV store."""
 
 from __future__ import annotations
 
@@ -22,28 +22,21 @@ from .rows import heads_of
 
 
 def make_store(model: CausalLM, slots: int) -> KVStore:
-    """Returns room for the K/V of `slots` rows, of the heads that this rank has."""
+    """Allocate the K/V of `slots` rows, for this rank's heads."""
     return KVStore(heads_of(model.local, model.dtype), slots, model.device)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotBatch:
-    """A batch is what the forward pass of a step over slots needs, on the device.
+    """The input of the forward pass of a step over slots, on the device."""
 
-    tokens, positions, slots  int64 [rows]
-    read_rows                 int64: rows whose hidden state is wanted; None: all of them, in order
-    plans                     by sliding window, every row queries
-    read_plans                by sliding window, only the read rows query: for the last layer
-    adapters                  which rows have a LoRA adapter
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    read_rows: Tensor | None
-    plans: dict[int | None, SlotPlan]
-    read_plans: dict[int | None, SlotPlan]
-    adapters: RowAdapters
+    tokens: Tensor  # int64 [rows]
+    positions: Tensor  # int64 [rows]
+    slots: Tensor  # int64 [rows]
+    read_rows: Tensor | None  # int64, the rows whose hidden state is read; None: all, in order
+    plans: dict[int | None, SlotPlan]  # by sliding window; every row queries
+    read_plans: dict[int | None, SlotPlan]  # by sliding window; only read rows query, for the last layer
+    adapters: RowAdapters  # the LoRA adapter of each row
 
 
 def prepare_slots(
@@ -53,8 +46,10 @@ def prepare_slots(
     adapters: Mapping[str, Adapter],
     last_ids: Tensor | None = None,
 ) -> SlotBatch:
-    """Returns a step as tensors on the store's device. adapters: in the order of their numbers; last_ids: as for
-    `fill_in`."""
+    """Return a step as tensors on the store's device.
+
+    adapters: in the order of their numbers; last_ids: as in `fill_in`
+    """
     plans = slot_plans(step, store, config, {plane.window for plane in config.planes})
     read_rows, read_plans = None, plans
     if len(step.read_rows) < step.num_rows:
@@ -74,10 +69,7 @@ def slot_plans(
     windows: Iterable[int | None],
     queries: np.ndarray | None = None,
 ) -> dict[int | None, SlotPlan]:
-    """Returns the plan of attention of a step for each of these sliding windows.
-
-    queries: the rows that query, ascending; None: all.
-    """
+    """Return the attention plan of a step for each sliding window. queries: querying rows, ascending; None: all"""
     plane_of = {plane.window: number for number, plane in enumerate(config.planes)}
     return {
         window: store.plan(runs, len(positions), positions, window, plane_of[window])
@@ -86,8 +78,10 @@ def slot_plans(
 
 
 def fill_in(tokens: Tensor, last_ids: Tensor | None) -> Tensor:
-    """Returns the tokens of a step, int64 [rows], with those of the step before put in: -1 - i is the i-th of
-    `last_ids`, int64 [reads]; None: all are known."""
+    """Return the tokens of a step, int64 [rows], with placeholders replaced by tokens of the previous step.
+
+    A placeholder -1 - i stands for the i-th of `last_ids`, int64 [reads]. last_ids None: there are no placeholders.
+    """
     if last_ids is None or not len(last_ids):
         return tokens
     # A read without a token (-1) ends its sequence. Any valid id will do, because the row's result is ignored.
@@ -96,7 +90,7 @@ def fill_in(tokens: Tensor, last_ids: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SlotAttend:
-    """`attend` of one step: its rows' K/V go into the store, then each row sees what its plan says."""
+    """`attend` of one step: it writes the rows' K/V to the store, then attends over the keys in the plan."""
 
     store: KVStore
     batch: SlotBatch
@@ -106,8 +100,10 @@ class SlotAttend:
     def __call__(
         self, plane: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return attention of q [rows or read rows, heads, dim], [rows or read rows, heads, value dim]. Store k [rows,
-        kv_heads, dim] and v [rows, kv_heads, value dim], unless an earlier call for the plane has."""
+        """Return attention of q, [rows or read rows, heads, value dim].
+
+        Store k [rows, kv_heads, dim] and v [rows, kv_heads, value dim] first. None: an earlier call for the plane did.
+        """
         if k is not None and v is not None:
             self.store.write(plane, self.batch.slots, k, v)
         plans = self.batch.read_plans if len(q) < len(self.batch.slots) else self.batch.plans
@@ -117,9 +113,9 @@ class SlotAttend:
 def forward(
     model: CausalLM, store: KVStore, batch: SlotBatch, arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Tensor:
-    """Returns the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store.
+    """Run a step, and return the hidden states of the read rows, [rows, hidden]. Its K/V is then in the store.
 
-    arguments: further arguments of the model's call.
+    arguments: extra arguments of the model call
     """
     attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
     return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **arguments)

@@ -1,4 +1,4 @@
-"""NumPy arrays and PyTorch tensors over the same memory: the compiled kernels take arrays, modules have tensors."""
+"""Convert between NumPy arrays, for the compiled kernels, and PyTorch tensors, over the same memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import kernels
 from ...kernels import BFLOAT16
 
-# The dtypes that the compiled kernels compute in.
+# The dtypes of the compiled kernels.
 ARRAY_DTYPES = {getattr(torch, name): dtype for dtype, name in kernels.DTYPES.items()}
 
 
@@ -20,7 +20,7 @@ def array_of(tensor: None) -> None: ...
 @overload
 def array_of(tensor: Tensor) -> np.ndarray: ...
 def array_of(tensor: Tensor | None) -> np.ndarray | None:
-    """Return a CPU tensor as an array over the same memory, with the same strides; None for None."""
+    """Return an array over the memory of a CPU tensor, with its strides. None: None."""
     if tensor is None:
         return None
     if tensor.requires_grad:
@@ -31,7 +31,7 @@ def array_of(tensor: Tensor | None) -> np.ndarray | None:
 
 
 def tensor_of(array: np.ndarray) -> Tensor:
-    """Return an array as a tensor over the same memory, with the same strides."""
+    """Return a tensor over the memory of an array, with its strides."""
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

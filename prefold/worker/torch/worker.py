@@ -1,4 +1,4 @@
-"""The worker of this process: a device, the model on it and the K/V there. It runs steps with torch."""
+"""The worker of the torch executor: a device, the model on it and its K/V. It runs steps with PyTorch."""
 
 from __future__ import annotations
 
@@ -26,40 +26,41 @@ from .model import CausalLM
 from .rows import Batch, Path, forward_stream, heads_of, prepare, row_attention_of
 from .slots import SlotBatch, forward, make_store, prepare_slots
 
-# What a device affords, where nobody says. On a CPU larger steps hardly gain, and hold their intermediates in memory.
+# Default maximum rows of a step on a CPU. Larger steps are hardly faster, and need memory for their intermediates.
 ROWS_ON_CPU = 4096
-# A GPU is at its best from some thousand rows on; beyond these only the baselines gain, which share within a step.
+# On a GPU, speed peaks at some thousand rows. Above that, only sharing "off" and "mlp" gain: they share within a step.
 MOST_ROWS, LEAST_ROWS = 65_536, 1024
-# Of the memory that is free: the rest is for K/V, and for what the allocator cannot use.
+# Share of free memory for the intermediates of a step; the rest is for K/V and fragmentation.
 SHARE = 0.25
-# The same of K/V; and what it may take at most.
+# Default share of free memory for K/V, and the maximum in bytes on a CPU.
 KV_SHARE = 0.5
 KV_MOST_ON_CPU = 4 << 30
 
 
 def batch_rows(model: CausalLM) -> int:
-    """Returns how many rows a step of this model may have, on the memory that its device has free now."""
+    """Return the default maximum rows of a step, from the memory that the device has free now."""
     if model.device.type == "cpu":
         return ROWS_ON_CPU
     local = model.local
-    # At its fullest in the MLP: the residual stream, its norm, gate and up, and their product.
+    # Memory peaks in the MLP: the residual stream, its norm, gate and up, and their product.
     row = model.dtype.itemsize * (2 * local.hidden + 3 * local.intermediate + local.q_size + 2 * local.kv_size)
     rows = int(available_memory(model.device) * SHARE) // row
     return max(LEAST_ROWS, min(MOST_ROWS, rows // 1024 * 1024))
 
 
 def slot_bytes(model: CausalLM) -> int:
-    """Returns the bytes of a slot in all planes, of all ranks together."""
+    """Return the bytes of one slot in all planes, summed over all ranks."""
     config, size = model.config, model.ranks.size
     parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
     return sum(KVStore.bytes_per_slot(heads_of(part, model.dtype), model.device) for part in parts)
 
 
 def kv_bytes(size: int | None, device: torch.device, ranks: int = 1) -> int:
-    """Returns how many bytes K/V may take, of all ranks together: on a CPU they share its memory, GPUs have each their
-    own.
+    """Return the bytes available for K/V, summed over all ranks.
 
-    size: bytes; None: what the device affords. Raises InputError where more is wanted than is free.
+    On a CPU, ranks share one memory; each GPU has its own.
+
+    size: bytes; None: a default share of free memory. Raise InputError if `size` exceeds the free memory.
     """
     free = available_memory(device) * (1 if device.type == "cpu" else ranks)
     if size is None:
@@ -76,13 +77,18 @@ NO_PATH = Path()
 
 
 class TorchWorker(Worker):
-    """Runs the steps of one model. Of a model that is split over ranks every rank has one, and all are given the same
-    messages in the same order; what steps give is rank 0's.
+    """The worker of one model.
 
-    adapters  LoRA adapters by name
-    depth     of `Facts`; None: 2 on a GPU, which has the next step to do while the results of one are taken
-    parts     what features add to it; None: those that need no checkpoint beside the model
-    paths     the path of each stream that has not ended, by the stream's number
+    In a split model, every rank has a worker. All receive the same messages in the same order; only rank 0's results
+    are used.
+
+    Args:
+        adapters: LoRA adapters by name.
+        depth: `depth` of `Facts`. None: 2 on a GPU, which then always has a step to run while the host reads results.
+        parts: The parts of features. None: the parts that need no checkpoint.
+
+    Attributes:
+        paths: The path of each stream that has not ended, by the stream's number.
     """
 
     def __init__(
@@ -114,19 +120,19 @@ class TorchWorker(Worker):
             span_rows=model.config.span_rows,
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
-        # Whether nothing is on its way from a device when a step has been started.
+        # True if no result is still on its way from a device when `start` returns.
         self._is_direct = model.device.type == "cpu" and self.facts.slot_depth == 1
         self.store: KVStore | None = None
-        self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
-        self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
+        self._last_ids: Tensor | None = None  # tokens of the last SlotStep, if the next step may have placeholders
+        self._states: Tensor | None = None  # hidden states of rows in slots, once a step stores any
         self.paths: dict[int, Path] = {}
         self._lock = threading.Lock()
-        self.compile_seconds()  # from here on they are this worker's
-        give_back()  # what loading needed beside the weights
+        self.compile_seconds()  # resets the count, so that later seconds belong to this worker
+        give_back()  # memory that only loading needed
         if model.device.type == "cpu":
             keep_freed()
         self._attention = row_attention_of(model.local, model.dtype, model.device)
-        self._last = GivesBack()
+        self._last = GivesBack()  # must stay the last attribute: destroyed after the model, it trims the heap
 
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
@@ -137,7 +143,7 @@ class TorchWorker(Worker):
             else replace(message, tokens=in_vocabulary(message.tokens, self.model.config.media_token))
         )
         batch = prepare(step, self.model.config, self._attention, tuple(self.adapters.values()))
-        return batch if step is message else replace(batch, step=message)  # which has the ids of media too
+        return batch if step is message else replace(batch, step=message)  # the original step has the media ids
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
         with self._lock:
@@ -150,12 +156,12 @@ class TorchWorker(Worker):
                     return handler(self, work)
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            # Not while the error is handled: it holds what the failed step made.
+            # After the except block: the exception refers to the tensors of the failed step.
             free_cached(self.model.device)
         raise OutOfMemoryError(f"memory is too small for a step of the model: {reason}")
 
     def forget(self, stream: int) -> None:
-        # Without the lock: the garbage collector may call this within `start`, whose stream is another one.
+        # No lock here: the garbage collector may call this inside `start`, for another stream.
         self.paths.pop(stream, None)
         for forget in self._forgets:
             forget(stream)
@@ -168,7 +174,7 @@ class TorchWorker(Worker):
 
     @property
     def passes(self) -> str:
-        """Returns in words what computes a forward pass."""
+        """Describe for people the code that computes a forward pass."""
         if self.model.computed_by:
             return f"forward passes run through {self.model.computed_by}"
         return "PyTorch runs each operation of a forward pass"
@@ -179,11 +185,11 @@ class TorchWorker(Worker):
         return self.run_batch(batch)
 
     def run_batch(self, batch: Batch, call_arguments: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
-        """Runs a step of a row stream, and returns its ticket. call_arguments: further ones of the model's call"""
+        """Run a prepared step of a row stream. call_arguments: extra arguments of the model call"""
         step = batch.step
         path = self.paths.get(step.stream, NO_PATH)
         if (rows := path.rows) < step.path:
-            raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
+            raise ValueError(f"the step needs a path of {step.path} rows, but its stream has {rows}")
         path = path if rows == step.path else path.truncate(step.path)
         arguments = {**self.model.arguments(step), **call_arguments}
         if self._media is not None and (media := self._media(step.tokens)) is not None:
@@ -202,7 +208,7 @@ class TorchWorker(Worker):
         return DONE
 
     def _is_greedy(self, step: SlotStep) -> bool:
-        """Returns whether a step gives nothing but the most likely token of each read, now."""
+        """Return True if the step reads only the most likely token of each read, and results are ready at once."""
         return self._is_direct and step.drawing is None and not step.read_outs and not len(step.state_reads)
 
     def prepare_slots(self, step: SlotStep) -> SlotBatch:
@@ -211,7 +217,7 @@ class TorchWorker(Worker):
         return prepare_slots(step, self.store, self.model.config, self.adapters, self._last_ids)
 
     def run_slots(self, step: SlotStep, call_arguments: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
-        """Runs a step over slots, and returns its ticket. call_arguments: further ones of the model's call"""
+        """Run a step over slots. call_arguments: extra arguments of the model call"""
         assert self.store is not None
         arguments = dict(call_arguments)
         if self._media is not None and (media := self._media(step.tokens)) is not None:
@@ -220,7 +226,7 @@ class TorchWorker(Worker):
         return self.read_slots(step, forward(self.model, self.store, self.prepare_slots(step), arguments))
 
     def read_slots(self, step: SlotStep, hidden: Tensor) -> Ticket:
-        """Return the ticket of what is read of a step over slots. hidden: [rows that are read, hidden]"""
+        """Return the ticket of a slot step's read-outs. hidden: [read rows, hidden]"""
         if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:
@@ -230,7 +236,7 @@ class TorchWorker(Worker):
         return ticket
 
     def _keep(self, step: SlotStep, hidden: Tensor) -> None:
-        """Puts hidden states of a step's rows into their slots."""
+        """Store hidden states of a step's rows in their slots."""
         if self._states is None:
             assert self.store is not None
             self._states = hidden.new_empty(self.store.slots, hidden.shape[1])
@@ -238,7 +244,7 @@ class TorchWorker(Worker):
         self._states.index_copy_(0, slots, hidden.index_select(0, send(step.state_reads, hidden.device)))
 
 
-# By the type of a message, or of what was prepared for it, beside those of the parts. Functions, which hold no worker.
+# Handlers by the type of a message, or of a prepared message. Features add more. Plain functions: they hold no worker.
 _HANDLERS: Mapping[type, Callable[[Any, Any], Ticket]] = {
     StreamStep: TorchWorker._run_stream,
     Batch: TorchWorker.run_batch,

@@ -59,15 +59,15 @@ def test_refuses_what_is_not_in_use():
     pool = SlotPool(10)
     slots = pool.allocate(4)
     pool.free(slots)
-    with pytest.raises(ValueError, match="not in use"):
+    with pytest.raises(ValueError, match="not all are in use"):
         pool.free(slots)
-    with pytest.raises(ValueError, match="not in use"):
+    with pytest.raises(ValueError, match="not all are in use"):
         pool.free(np.array([11]))
     for wrong in (slots[:1], np.array([0])):
-        with pytest.raises(ValueError, match="not in use"):
+        with pytest.raises(ValueError, match="not all are in use"):
             pool.free(wrong)
     again = pool.allocate(4)
-    with pytest.raises(ValueError, match="not in use"):
+    with pytest.raises(ValueError, match="not all are in use"):
         pool.free(np.concatenate((again, again[1:2])))
 
 

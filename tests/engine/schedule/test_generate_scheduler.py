@@ -282,11 +282,11 @@ def test_commit_wants_the_step_that_was_begun():
     scheduler.submit("a", np.array([1], np.int32), limit=2)
     scheduler.admit()
     step = scheduler.plan()
-    with pytest.raises(ValueError, match="begun first"):
+    with pytest.raises(ValueError, match="oldest step in flight"):
         scheduler.commit(step, [1], [False])
     scheduler.begin(step)
     scheduler.commit(step, [1], [False])
-    with pytest.raises(ValueError, match="begun first"):
+    with pytest.raises(ValueError, match="oldest step in flight"):
         scheduler.commit(step, [1], [False])
     check_books(scheduler)
 
@@ -299,7 +299,7 @@ def test_steps_are_committed_in_their_order():
     scheduler.begin(first)
     second = scheduler.plan()
     scheduler.begin(second)
-    with pytest.raises(ValueError, match="begun first"):
+    with pytest.raises(ValueError, match="oldest step in flight"):
         scheduler.commit(second, [2], [False])
     scheduler.commit(first, [1], [False])
     scheduler.commit(second, [2], [False])

@@ -77,7 +77,7 @@ def test_a_jev_head_beside_the_weights(tmp_path, softcap):
     llm.close()
     del judge["adapter_subfolder"]
     (folder / "judge_config.json").write_text(json.dumps(judge))
-    with pytest.raises(CheckpointError, match="names the folder 'adapter', and there is none"):
+    with pytest.raises(CheckpointError, match="names the folder 'adapter', which does not exist"):
         LLM(str(folder))
     write_adapter(folder / "adapter", folder)
     with LLM(str(folder), dtype="float32") as adapted:
@@ -97,9 +97,9 @@ def test_a_head_of_codes(tmp_path, style):
         with pytest.raises(InputError, match="at most 6"):
             llm.decide("x", {"q": {"type": "choice", "criteria": dict.fromkeys("abcdefg")}})
     refused = [
-        ({"attention_mode": "noncausal_full_attention"}, "see what comes after"),
+        ({"attention_mode": "noncausal_full_attention"}, "see the tokens behind them"),
         ({"prompt": "other"}, "prompt is 'other'"),
-        ({"pooling": "mean"}, "only 'last' works"),
+        ({"pooling": "mean"}, "pooling is 'mean'; only 'last' works"),
     ]
     for wrong, says in refused:
         (folder / "decision_config.json").write_text(json.dumps(config | wrong))
@@ -200,7 +200,7 @@ def test_heads_that_do_not_fit_are_refused_at_load(tmp_path):
     with pytest.raises(UnsupportedModelError, match="option_isolation of head"):
         LLM(str(folder))
     write_kev(folder, head_dim=9)
-    with pytest.raises(CheckpointError, match=r"'k.bias' the file has the shape \[8\], and the head the shape \[9\]"):
+    with pytest.raises(CheckpointError, match=r"'k.bias': the file has the shape \[8\], the head needs .* \[9\]"):
         LLM(str(folder))
     save_file(random_tensors(**{"q.weight": (8, HIDDEN)}), folder / "head.safetensors")
     with pytest.raises(CheckpointError, match="the file has no such tensor"):
@@ -373,7 +373,7 @@ def test_packages_that_cannot_be_read_are_refused(tmp_path):
             LLM(str(package))
         (package / name).write_text(json.dumps(content))
     (package / "backbone" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="has no backbone/config"):
+    with pytest.raises(CheckpointError, match="needs backbone/config"):
         LLM(str(package))
 
 

@@ -316,7 +316,7 @@ REFUSED = {
     "expert_gating_func": ("qwen35moe", {"expert_gating_func": 2}, "expert_gating_func 2"),
     "sigmoid": ("lfm2moe", {"expert_gating_func": 1}, "only 2 is supported"),
     "normalised": ("qwen35moe", {"expert_weights_norm": 0}, "expert_weights_norm is false"),
-    "rotated": ("granitehybrid", {"rope.scaling.finetuned": 1}, "as Bamba does"),
+    "rotated": ("granitehybrid", {"rope.scaling.finetuned": 1}, "like Bamba"),
     "inner": ("granitehybrid", {"ssm.inner_size": 70}, "ssm.inner_size"),
     "further": ("qwen35moe", {"nextn_predict_layers": 9, "block_count": 3}, "nextn_predict_layers"),
 }

@@ -183,5 +183,8 @@ def test_the_example_of_the_page_gives_what_transformers_does(tmp_path, monkeypa
 
 def test_int8_arithmetic_is_refused(tmp_path):
     config = config_from(resolve(str(hybrid_checkpoint(tmp_path, "qwen3_5"))).config)
-    with kernels_in_use(SimpleNamespace(has_int8=True)), pytest.raises(InputError, match="layers of another kind"):
+    with (
+        kernels_in_use(SimpleNamespace(has_int8=True)),
+        pytest.raises(InputError, match="layers are attention and an MLP"),
+    ):
         check_int8(config, "float32", "cpu", weights="auto", ranks=1, is_quantised=False)

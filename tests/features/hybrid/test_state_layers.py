@@ -190,7 +190,7 @@ def test_a_state_takes_the_place_of_the_one_that_only_its_own_run_reads():
     assert 2 not in further.slots.tolist()
     table.keep(np.array([6]))
     assert held() == {0: 0, 6: 6}
-    with pytest.raises(ValueError, match=r"not there, \[5\]"):
+    with pytest.raises(ValueError, match=r"not stored: \[5\]"):
         table.place(StateRuns(np.zeros(1, np.int64), np.array([5])))
     table.in_place = False  # as on a GPU: a step that fails has changed nothing
     before = table._row_of[6]

@@ -108,7 +108,7 @@ def test_a_mislabelled_file_is_what_it_holds(decoder):
 SIXTEEN = PIL.Image.fromarray((np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8))
 BAD = {
     "empty": (b"", "is empty", "image_format"),
-    "text": (b"hello", "is no image", "image_format"),
+    "text": (b"hello", "is not an image", "image_format"),
     "svg": (b'<svg xmlns="http://www.w3.org/2000/svg"></svg>', "an SVG", "image_format"),
     "svg with a head": (b'<?xml version="1.0"?>\n<svg></svg>', "an SVG", "image_format"),
     "html": (b"<html></html>", "is HTML", "image_format"),

@@ -226,7 +226,7 @@ def test_images_that_are_wrong(made, tmp_path):
     assert "not base64" in error_of({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%%"}})
     assert "never read" in error_of({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}})
     assert "never read" in error_of({"type": "image_url", "image_url": {"url": "http://example.org/a.png"}})
-    assert "nothing is fetched" in error_of({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}})
+    assert "not an allowed host" in error_of({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}})
     assert "neither a url" in error_of({"type": "image"})
     assert "uint8" in error_of(np.zeros((3, 3)))
     (tmp_path / "inside").mkdir()
@@ -303,7 +303,7 @@ def test_an_animation_is_told(made):
     task, _ = made()
     data = file_of(PICTURES[0], "GIF", save_all=True, append_images=PICTURES[1:])
     (work,) = task.prepare([[{"role": "user", "content": [data, "what?"]}]])
-    assert work.note["image_notes"] == ["messages[0].content[0] is an animation, of which the first frame is seen"]
+    assert work.note["image_notes"] == ["messages[0].content[0] is an animation; only its first frame is used"]
 
 
 def test_images_are_not_scored(made):
@@ -327,7 +327,7 @@ def test_images_are_not_scored(made):
 def test_an_animation_is_told_beside_numbers(made, name, item, options, result):
     task, _ = made(name, **options)
     data = file_of(PICTURES[0], "GIF", save_all=True, append_images=PICTURES[1:])
-    for image, notes in ((data, ["images[0] is an animation, of which the first frame is seen"]), (PICTURES[0], None)):
+    for image, notes in ((data, ["images[0] is an animation; only its first frame is used"]), (PICTURES[0], None)):
         (work,) = task.prepare([item(TextWithImages("what?", [image]))])
         assert task.finish(work.note, [result] * len(work.requests)).line().get("image_notes") == notes
 
@@ -340,7 +340,7 @@ def test_a_text_model_says_what_to_load(tmp_path):
     for item in ([{"role": "user", "content": [PICTURES[0]]}], {"prompt": "a", "images": PICTURES[:1]}):
         (found,) = task.prepare([item])
         assert isinstance(found, InputError) and found.code == "no_tower"
-        assert "takes text alone" in str(found) and "--mmproj" in found.remedy
+        assert "accepts only text" in str(found) and "--mmproj" in found.remedy
 
 
 def noting(images, decoded: list):

@@ -172,10 +172,10 @@ def loop(**changes):
         ({"router": {"threshold": 1.2}}, r"loop\.router\.threshold is 1\.2"),
         ({"router": {"kind": "top", "top": 3}}, r"loop\.router\.top is 3"),
         ({"router": {"kind": "top", "top": 0}}, r"loop\.router\.top is 0"),
-        ({"router": {"kind": "planned"}}, r"loop\.router\.kind is \"planned\" and planner is false"),
+        ({"router": {"kind": "planned"}}, r"loop\.router\.kind is \"planned\", but planner is false"),
         ({"router": {"reads": "row", "planner": True}}, r"loop\.router\.planner is true"),
         ({"router": {"treshold": 0.5}}, r"loop\.router\.treshold is unknown"),
-        ({"router": "hard", "order": [1, 1]}, r"loop\.order leaves out the block 0"),
+        ({"router": "hard", "order": [1, 1]}, r"loop\.order lacks the block 0"),
         ({"gate": True, "gate_reads": "tokens"}, r"loop\.gate_reads is 'tokens'"),
     ],
 )

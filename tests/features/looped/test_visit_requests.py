@@ -31,7 +31,7 @@ def test_visits_without_a_gate(tmp_path):
     engine = engine_of(llm, exits="read")
     before, wrong, behind = generate(engine, [request_of(tokens, one) for one in (Exits(), exits, Exits())])
     assert before[0].tokens == behind[0].tokens and len(before[0].tokens) == 5
-    assert isinstance(wrong, InputError) and "max_visits is given, and the model has no gate" in str(wrong)
+    assert isinstance(wrong, InputError) and "max_visits is given, but the model has no gate" in str(wrong)
     for given in ({"route": (0, 1), "min_visits": 2}, {"max_visits": 1}):
         with pytest.raises(InputError, match="the model has no gate"):
             llm.embed([tokens], **given)
@@ -47,7 +47,7 @@ def test_one_prompt_that_is_too_long_leaves_the_others(gated):
     llm = SimpleNamespace(engine=engine)
     readout = Readout("last", exits=Exits(0.5, prompts=True))
     short, long, other = run(llm, requests, readout, sharing=None, rows=None)
-    assert isinstance(long, InputError) and "the K/V of 59 rows, the KV store holds 48" in str(long)
+    assert isinstance(long, InputError) and "the K/V of 59 rows, but the KV store has only 48" in str(long)
     assert short.values.shape == other.values.shape == (36,)
     assert engine.stats.requests == 3
 

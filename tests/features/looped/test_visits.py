@@ -230,7 +230,7 @@ def test_rows_that_leave_share_all_or_nothing(tmp_path):
     folder = looped_checkpoint(tmp_path, "looped", loop=GATED)
     llm = LLM(str(folder), dtype="float32", device="cpu", sharing="mlp", looped={"exits": "save"})
     llm.embed([[5, 6]])  # rows make all visits
-    with pytest.raises(InputError, match="rows that leave share all or nothing; use full or off"):
+    with pytest.raises(InputError, match="rows that leave do not work with this sharing; use full or off"):
         llm.embed([[5, 6]], max_visits=2)
 
 
@@ -344,9 +344,9 @@ def test_what_cannot_be(gated, tmp_path):
     plain = LLM(str(looped_checkpoint(tmp_path, "looped", loop=GATED)), dtype="float32", device="cpu")
     for name, value in (("exit_change", 0.1), ("exit_prompts", True)):
         for call in (plain.embed, plain.generate):
-            with pytest.raises(InputError, match=f"{name} is given, and rows make all visits"):
+            with pytest.raises(InputError, match=f"{name} is given, but rows make all visits"):
                 call([[5, 6]], **{name: value})
-    with pytest.raises(InputError, match="exits is 'save', which is for looped models"):
+    with pytest.raises(InputError, match="exits is 'save', which needs a looped model"):
         LLM(str(tiny_checkpoint(tmp_path, "llama")), device="cpu", looped={"exits": "save"})
     with pytest.raises(InputError, match="exits is 'leave'"):
         LLM(str(tiny_checkpoint(tmp_path, "llama")), device="cpu", looped={"exits": "leave"})

@@ -291,7 +291,7 @@ def test_two_ranks(tmp_path):
 
 def test_refused_models(tmp_path):
     llm = LLM(str(tiny_checkpoint(tmp_path, "gpt2")), dtype="float32")
-    with pytest.raises(InputError, match="positions are embeddings"):
+    with pytest.raises(InputError, match="position embeddings are added"):
         engine_of(llm, cache=shifted())
     looped = LLM(str(looped_checkpoint(tmp_path, "ouro")), dtype="float32")
     with pytest.raises(InputError, match="it is looped"):

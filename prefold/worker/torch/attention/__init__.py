@@ -1,6 +1,6 @@
-"""Interval attention with tensors: over rows as they lie (`RowAttention`) and over slots (`KVStore`).
+"""Interval attention with tensors: over rows of a step (`RowAttention`) and over slots (`KVStore`).
 
-Files `row_*.py` are about rows as they lie, `slot_*.py` about slots; `*_triton.py` is the form for a GPU.
+Files `row_*.py` are for rows, `slot_*.py` for slots; `*_triton.py` have the GPU kernels.
 """
 
 from .heads import Heads

@@ -1,6 +1,6 @@
-"""Attention on a GPU: Triton's kernels, and what a plan must have ready on the device for them.
+"""Attention on a GPU: calls of the Triton kernels, and the tables of a plan that they read.
 
-Triton is imported here only when it is used.
+Triton is imported only on use.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Returns whether what is computed of these tensors will be differentiated."""
+    """Return True if a result computed from these tensors needs gradients."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def place_rows(plan: RowPlan, path_rows: int, heads: Heads, device: torch.device) -> RowTables:
-    """Returns what the kernel reads of a plan, made once: called ahead of a step, so that its planes find it there."""
+    """Return the kernel's tables of a plan, made once. Called before a step, so that its planes find them ready."""
     from .row_triton import row_tables, tile_size
 
     size = tile_size(heads.head_dim, heads.dtype, device)
@@ -44,7 +44,7 @@ def attend_rows(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Returns what `RowAttention.attend` does, by Triton's kernels; differentiable."""
+    """Compute `RowAttention.attend` with Triton; differentiable."""
     tensors = (q, k, v, path_k, path_v)
     if wants_gradient(*tensors, sinks):
         from .row_triton_backward import attend_rows_with_gradient
@@ -63,14 +63,14 @@ def attend_rows(
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Puts k, v [n, kv_heads, dim] into slots int64 [n] of keys and values [slots, kv_heads, dim], in one launch."""
+    """Write k, v [n, kv_heads, dim] to slots int64 [n] of keys and values [slots, kv_heads, dim], in one launch."""
     from . import slot_triton
 
     slot_triton.write_slots(keys, values, slots, k, v)
 
 
 def place_slots(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTables:
-    """Returns what the kernel reads of a plan over slots, made for the first plane that asks."""
+    """Return the kernel's tables of a plan over slots, made by the first plane that asks."""
     from .slot_triton import slot_tables
 
     return plan.kept(("slots", heads, device), lambda: slot_tables(plan, heads, device))
@@ -79,7 +79,7 @@ def place_slots(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTable
 def attend_slots(
     q: Tensor, keys: Tensor, values: Tensor, plan: SlotPlan, heads: Heads, *, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Returns what `KVStore.attend` does, by Triton's kernels; keys and values [slots, kv_heads, dim]."""
+    """Compute `KVStore.attend` with Triton; keys and values [slots, kv_heads, dim]."""
     from . import slot_triton
 
     tables = place_slots(plan, heads, q.device)
@@ -87,5 +87,5 @@ def attend_slots(
 
 
 def dense(x: Tensor) -> Tensor:
-    """Returns x, or a copy of it, with the numbers of a head side by side in memory."""
+    """Return x with contiguous heads: x itself, or a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,5 +1,7 @@
-"""Attention on rows as they lie: by the compiled kernel, by Triton's, or by PyTorch in blocks of queries over gathered
-keys, for any device and float dtype, differentiable."""
+"""Attention over rows: with the compiled kernel, with Triton, or in PyTorch.
+
+The PyTorch code gathers keys for blocks of queries. It runs on any device and float dtype, and is differentiable.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,21 @@ def blocked_attention(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Returns attention of q [queries, heads, dim] over keys and values [keys, kv_heads, dim], shaped as q. cap: as of
-    Heads; sinks: as of `RowAttention.attend`.
+    """Return attention of q [queries, heads, dim] over keys and values [keys, kv_heads, dim], shaped like q.
 
-    There is one scaled_dot_product_attention for each block of queries: memory grows with the block, not with the
-    square of the step. A key or value that is not finite makes the rows that see it NaN, and no other row.
+    Each block of queries is one scaled_dot_product_attention, so memory grows with the block, not with the square of
+    the step. A key or value that is not finite makes exactly the rows that see it NaN.
+
+    cap: as in Heads; sinks: as in `RowAttention.attend`
     """
     return _BlockedAttention.apply(q, keys, values, sinks, plan, scale, cap)
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Keeps q, keys, values and sinks alone for the backward pass, which computes each block again.
+    """Attention that saves only q, keys, values and sinks for the backward pass, which recomputes each block.
 
-    Autograd by itself would keep every block's gathered keys and its mask, a fifth of all that is held for a layer of
-    SmolLM2 at 16 completions of a prompt, and for each block it would make gradients of all keys, to add them up.
+    Plain autograd would save every block's gathered keys and its mask: a fifth of the saved memory of a layer, for
+    SmolLM2 with 16 completions of one prompt. It would also make gradients of all keys for each block, and add them up.
     """
 
     @staticmethod
@@ -55,7 +58,7 @@ class _BlockedAttention(torch.autograd.Function):
         scale: float,
         cap: float | None,
     ) -> Tensor:
-        values = values.contiguous()  # kept by itself, without the queries and keys that it was made with
+        values = values.contiguous()  # a copy that does not keep the fused q, k and v in memory
         ctx.save_for_backward(q, keys, values, sinks)
         ctx.plan, ctx.scale, ctx.cap = plan, scale, cap
         keys, values, bad = finite(keys, values)
@@ -69,7 +72,7 @@ class _BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, keys, values, sinks = ctx.saved_tensors
         q_grad = torch.empty_like(q)
-        # A key of a long shared prompt has parts from many blocks: they are added in float32 or more, and rounded once.
+        # Many blocks contribute to a key of a long shared prompt: sum in at least float32, and round once.
         sums = torch.promote_types(keys.dtype, torch.float32)
         keys_grad, values_grad = (torch.zeros_like(of, dtype=sums) for of in (keys, values))
         sinks_grad = None if sinks is None else torch.zeros_like(sinks)
@@ -90,8 +93,7 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def blocks_of(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
-    """Yields blocks of queries: their places, the keys that any of them sees, and bool [queries, keys] who sees
-    which."""
+    """Yield blocks of queries: the rows, the keys that any of them sees, and the visibility, bool [queries, keys]."""
     end = torch.from_numpy(plan.end).to(device)
     rows = torch.from_numpy(plan.query_rows).to(device)
     positions = None if plan.window is None else torch.from_numpy(plan.positions).to(device)
@@ -108,11 +110,10 @@ def blocks_of(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slic
 
 
 def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns keys and values [keys, kv_heads, dim] with zeros for those that are not finite, and which: bool [keys,
-    kv_heads].
+    """Return keys and values [keys, kv_heads, dim] with zeros for non-finite ones, and a mask, bool [keys, kv_heads].
 
-    SDPA multiplies hidden values by zero, and zero times infinity is NaN: they are taken out here, and
-    `attend_block` puts NaN back where it belongs.
+    SDPA multiplies hidden values by zero, and zero times infinity is NaN. `attend_block` puts NaN back for the rows
+    that see them.
     """
     bad = ~(keys.isfinite().all(-1) & values.isfinite().all(-1))
     return torch.where(bad[..., None], 0, keys), torch.where(bad[..., None], 0, values), bad
@@ -121,8 +122,10 @@ def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, bad: Tensor, visible: Tensor, scale: float, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Returns attention of q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys].
-    cap: as of Heads; sinks: as of `RowAttention.attend`."""
+    """Return attention of q [queries, heads, dim] over the results of `finite`, restricted to visible keys.
+
+    visible: bool [queries, keys]; cap: as in Heads; sinks: as in `RowAttention.attend`
+    """
     poisoned = (visible.to(q.dtype) @ bad.to(q.dtype)) > 0
     group = q.shape[1] // k.shape[1]
     out = _attend(q, k, v, visible, scale, cap, sinks)
@@ -132,8 +135,7 @@ def attend_block(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, cap: float | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Returns attention; the heads of a group are stacked as further queries of their KV head, and no key is
-    repeated."""
+    """Return attention. Heads of a group are stacked as more queries of their KV head, so no key is repeated."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -146,7 +148,7 @@ def _attend(
         scores = stacked.to(wide) @ k.mT.to(wide) * scale
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         scores = scores.masked_fill(~mask, -torch.inf)
-        if sinks is not None:  # a key more, whose value is zero
+        if sinks is not None:  # an extra key with value zero
             column = sinks.to(wide).view(kv_heads, group, 1).expand(-1, -1, queries).reshape(1, kv_heads, -1, 1)
             scores = torch.cat((scores, column), -1)
         out = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
@@ -154,10 +156,10 @@ def _attend(
 
 
 class RowAttention:
-    """Computes interval attention of a model's heads on a device, by what is chosen when this is made.
+    """Interval attention over rows, for given heads on a device.
 
-    It is the compiled kernel on a CPU, Triton's on a GPU, and otherwise the form in PyTorch, which takes any device
-    and dtype. Where gradients are wanted, PyTorch takes the place of the compiled kernel.
+    The implementation is chosen at construction: the compiled kernel on a CPU, Triton on a GPU, else PyTorch. If
+    gradients are needed, PyTorch replaces the compiled kernel.
     """
 
     def __init__(self, heads: Heads, device: torch.device):
@@ -175,9 +177,9 @@ class RowAttention:
         path: int = 0,
         first: np.ndarray | None = None,
     ) -> RowPlan:
-        """Returns the plan of a step with what kernels read of it; arguments and errors as of `plan_rows`.
+        """Return the plan of a step with the kernels' tables. Arguments and errors: as in `plan_rows`
 
-        path: how many of the keys, the first ones, are those of the carried path.
+        path: number of keys in the carried path, which come first
         """
         plan = plan_rows(end, query_rows, positions, window, first=first, compiled=self._compiled is not None)
         if self._fused:
@@ -196,13 +198,23 @@ class RowAttention:
         path_v: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Returns softmax(q k^T * scale) v, each query over the keys that `plan` makes visible to it; differentiable.
+        """Return softmax(q k^T * scale) v; each query attends over its visible keys in `plan`. Differentiable.
 
-        q [queries, heads, dim]; k [rows, kv_heads, dim], v [rows, kv_heads, value dim]; path_k, path_v are the carried
-        keys and values that come before them, likewise; any strides. sinks [heads]: for each head a number beside its
-        scores in the softmax, which has no value. The result is [queries, heads, value dim].
+        Tensors may be strided.
 
-        Raise ValueError if the tensors do not fit the plan, or the heads that this was made for.
+        Args:
+            q: [queries, heads, dim].
+            k: [rows, kv_heads, dim].
+            v: [rows, kv_heads, value dim].
+            path_k: [path, kv_heads, dim], the carried keys, which come before k.
+            path_v: [path, kv_heads, value dim], the carried values.
+            sinks: [heads], an extra score of each head in the softmax, without a value.
+
+        Returns:
+            [queries, heads, value dim].
+
+        Raises:
+            ValueError: The tensors do not fit the plan or the heads.
         """
         self._check(q, k, v, plan, path_k, path_v, sinks)
         tensors = (q, k, v, path_k, path_v)
@@ -230,8 +242,8 @@ class RowAttention:
         path_rows = 0 if path_k is None else len(path_k)
         if len(q) != plan.num_queries or path_rows + len(k) != plan.num_keys:
             raise ValueError(
-                f"{len(q)} queries and {path_rows} + {len(k)} keys, in place of {plan.num_queries} and {plan.num_keys}"
-                "; pass the plan of this step"
+                f"got {len(q)} queries and {path_rows} + {len(k)} keys, the plan has {plan.num_queries} and "
+                f"{plan.num_keys}; pass the plan of this step"
             )
         heads = self.heads
         of_keys = (heads.kv_heads, heads.head_dim)
@@ -241,7 +253,7 @@ class RowAttention:
             raise ValueError(
                 f"q {list(q.shape)} ({q.dtype}), k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do "
                 f"not fit {heads.heads} heads and {heads.kv_heads} KV heads of {heads.head_dim} ({heads.dtype})"
-                "; q [queries, heads, dim], k and v [rows, kv_heads, dim]"
+                "; pass q [queries, heads, dim], k and v [rows, kv_heads, dim]"
             )
         check_sinks(sinks, heads)
         if getattr(path_k, "shape", [])[:2] != getattr(path_v, "shape", [])[:2]:

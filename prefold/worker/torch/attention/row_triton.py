@@ -1,6 +1,6 @@
 """Interval attention over rows in Triton: tiles of queries over the key blocks that they see.
 
-After FlashAttention-2 (Dao 2023): scores of a block at a time, in an online softmax. The query heads that share a
+After FlashAttention-2 (Dao 2023): one block of scores at a time, with an online softmax. The query heads that share a
 KV head are stacked in a tile, so that a key is loaded once for all of them. `row_tiles` lists the blocks.
 """
 
@@ -22,17 +22,16 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class TileSize:
-    """A tile size says how many rows (queries times the heads of a group) and keys are worked on at once, and how
-    Triton compiles that."""
+    """The tile sizes of the kernel, and Triton's compile options."""
 
-    rows: int
-    keys: int
+    rows: int  # queries times heads of a group, processed at once
+    keys: int  # processed at once
     warps: int
     stages: int
 
 
-# By bytes of a number and padded head dimension. Not measured on a GPU yet: benchmarks/gpu.py --sections kernels
-# compares them with others.
+# By bytes per number and padded head dimension. Not measured on a GPU yet; `benchmarks/gpu.py --sections kernels`
+# compares them.
 TILE_SIZES = {
     (2, 64): TileSize(128, 64, 4, 3),
     (2, 128): TileSize(128, 64, 8, 3),
@@ -41,52 +40,53 @@ TILE_SIZES = {
     (4, 128): TileSize(64, 16, 8, 2),
     (4, 256): TileSize(32, 16, 8, 1),
 }
-# In place of those that do not fit where a block of threads has little shared memory.
+# Replacements for devices on which the large tiles do not fit in shared memory.
 SMALL_TILE_SIZES = {(2, 256): TileSize(64, 32, 8, 2)}
 
-MUCH_MEMORY = 128 << 10  # bytes that a block of threads may share
+MUCH_MEMORY = 128 << 10  # bytes of shared memory per thread block, from which on the large tiles fit
 Size = TypeVar("Size")
 
 
 def tile_size(head_dim: int, dtype: torch.dtype, device: torch.device) -> TileSize:
-    """Returns the size of tiles that suits such heads, on a device."""
+    """Return the tile size for these heads on a device."""
     return fitting_on(device, (dtype.itemsize, padded(head_dim)), TILE_SIZES, SMALL_TILE_SIZES)
 
 
 def fitting_on(device: torch.device, kind: tuple[int, int], large: dict[Any, Size], small: dict[Any, Size]) -> Size:
-    """Returns the size for a kind of heads from `large`, or from `small` where that has the kind and a block of threads
-    has little shared memory on the device."""
+    """Return the size for a kind of heads: from `small` if it has the kind and the device has little shared memory.
+
+    Otherwise the size is from `large`.
+    """
     return small[kind] if kind in small and block_memory(device) < MUCH_MEMORY else large[kind]
 
 
 def padded(head_dim: int) -> int:
-    """Returns the head dimension as the kernels work on it: a power of two, 64 at least."""
+    """Return the head dimension padded for the kernels: a power of two, at least 64."""
     return max(64, triton.next_power_of_2(head_dim))
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Returns the precision of products, as Triton names it: float32 is to be float32, not TF32."""
+    """Return Triton's name of the precision of products: full float32 instead of TF32 for float32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """Tables hold a plan's tiles on the device, int32, as RowTiles describes them. positions: of every key, where there
-    is a sliding window; starts: the first row that sees each key, where there are spans."""
+    """The tiles of a plan on the device, int32, as in RowTiles."""
 
     size: TileSize
     block_q: int
     end: Tensor
     query_rows: Tensor
-    positions: Tensor | None
-    starts: Tensor | None
+    positions: Tensor | None  # of every key, if there is a sliding window
+    starts: Tensor | None  # the first row that sees each key, if there are spans
     bounds: Tensor
     blocks: Tensor
     order: Tensor
 
 
 def row_tables(plan: RowPlan, path_rows: int, group: int, size: TileSize, device: torch.device) -> RowTables:
-    """Returns what the kernel reads of a plan, on the device. group: query heads that share a KV head."""
+    """Return the kernel's tables of a plan, on the device. group: query heads per KV head"""
     size = fitting(size, group)
     block_q = size.rows // group
     tiles = row_tiles(plan, path_rows, block_q, size.keys)
@@ -100,7 +100,7 @@ def row_tables(plan: RowPlan, path_rows: int, group: int, size: TileSize, device
 
 
 def fitting(size: TileSize, group: int) -> TileSize:
-    """Returns a tile in which at least one query has room."""
+    """Return a tile size that fits at least one query."""
     if group <= size.rows:
         return size
     return TileSize(triton.next_power_of_2(group), size.keys, size.warps, size.stages)
@@ -119,8 +119,10 @@ def attend_rows(
     sinks: Tensor | None = None,
     with_sums: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns what `RowAttention.attend` does, and with_sums the log-sum-exp of each query's scores and sink, to base
-    2, float32 [queries, heads]. Shapes are as there, last dimensions contiguous."""
+    """Compute `RowAttention.attend`. Shapes: as there, with contiguous last dimensions.
+
+    with_sums: also return the base-2 log-sum-exp of each query's scores and sink, float32 [queries, heads]
+    """
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     out = torch.empty((queries, heads, dim), dtype=q.dtype, device=q.device)
@@ -149,8 +151,10 @@ def attend_rows(
 
 @triton.jit
 def stack(tile, kv_head, queries, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Returns the query and the head of each row of a tile, and which rows are real: the heads of a group are stacked
-    under each query."""
+    """Return the query and the head of each row of a tile, and the mask of real rows.
+
+    The heads of a group are stacked under each query.
+    """
     row = tl.arange(0, ROWS)
     query = tile * BLOCK_Q + row // GROUP
     return query, kv_head * GROUP + row % GROUP, (row // GROUP < BLOCK_Q) & (query < queries)
@@ -160,7 +164,7 @@ def stack(tile, kv_head, queries, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK
 def see(
     rows, positions, base, at, inside, END, POSITIONS, STARTS, window, WINDOW: tl.constexpr, SPANS: tl.constexpr
 ):  # fmt: skip
-    """Returns which keys `at`, numbered from `base` on, the queries at `rows` see: bool [queries, keys]."""
+    """Return which keys `at`, counted from `base`, the queries at `rows` see: bool [queries, keys]."""
     end = tl.load(END + base + at, mask=inside, other=0)
     start = tl.load(STARTS + base + at, mask=inside, other=0) if SPANS else base + at
     visible = (start[None, :] <= rows[:, None]) & (rows[:, None] < end[None, :])
@@ -172,7 +176,7 @@ def see(
 
 @triton.jit
 def load_rows(X, offset, stride, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Returns rows of DIM numbers at X + offset * stride, [len(offset), PADDED], zeros where there is nothing."""
+    """Load rows of DIM numbers at X + offset * stride, [len(offset), PADDED]; masked and padding entries are zero."""
     dims = tl.arange(0, PADDED)
     pointers = X + offset[:, None].to(tl.int64) * stride + dims[None, :]
     return tl.load(pointers, mask=inside[:, None] & (dims[None, :] < DIM), other=0.0)
@@ -180,10 +184,9 @@ def load_rows(X, offset, stride, inside, DIM: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def take_block(acc, total, largest, scores, v, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns the sums of an online softmax with a block's values added. scores to base 2, -inf where nothing is
-    seen."""
+    """Add a block to an online softmax, and return the new sums. scores: to base 2, -inf for hidden keys"""
     new = tl.maximum(largest, tl.max(scores, 1))
-    # A row that has seen nothing yet: -inf less -inf is no number.
+    # A row that has seen no key yet: -inf minus -inf is NaN.
     base = tl.where(new == -float("inf"), 0.0, new) if MASKED else new
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(largest - base)
@@ -195,8 +198,7 @@ def take_block(acc, total, largest, scores, v, MASKED: tl.constexpr, PRECISION: 
 
 @triton.jit
 def take_sink(acc, total, largest, sink):
-    """Returns the sums of an online softmax with a number for each row beside its scores, which has no value; -inf:
-    there is none."""
+    """Add a sink, a score without a value, to an online softmax, and return the new sums. -inf: no sink"""
     sink = sink.to(tl.float32) * 1.4426950408889634
     new = tl.maximum(largest, sink)
     base = tl.where(new == -float("inf"), 0.0, new)
@@ -206,8 +208,11 @@ def take_sink(acc, total, largest, sink):
 
 @triton.jit
 def hide(scores, v, visible):
-    """Returns scores with -inf for what is not visible, NaN for visible keys whose values are not finite; and v with
-    zeros for those, since zero times infinity is NaN too: what one row cannot see must not reach it."""
+    """Return scores and v with hidden keys removed.
+
+    Scores are -inf for hidden keys, and NaN for visible keys with non-finite values. Non-finite values of v become
+    zero, because zero times infinity is NaN: a row must not be affected by keys that it cannot see.
+    """
     finite = tl.abs(v.to(tl.float32)) < float("inf")
     bad = tl.max(tl.where(finite, 0, 1), 1)
     scores = tl.where(bad[None, :] > 0, float("nan"), scores)
@@ -221,8 +226,7 @@ def _visit(
     DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
     SPANS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns the online softmax after the blocks [first, last) of the lists, of `count` keys numbered from `base`
-    on."""
+    """Return the online softmax after the blocks [first, last) of the lists, over `count` keys counted from `base`."""
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, PADDED)
     for i in range(first, last):
@@ -261,7 +265,7 @@ def _forward(
     tile = tl.load(ORDER + tl.program_id(0))
     kv_head = tl.program_id(1).to(tl.int64)
     query, head, real = stack(tile, kv_head, queries, ROWS, GROUP, BLOCK_Q)
-    # A row past the last query sees nothing.
+    # Rows past the last query see nothing.
     rows = tl.load(QUERY_ROWS + query, mask=real, other=-1)
     positions = tl.load(POSITIONS + rows, mask=real, other=0) if WINDOW else rows
     q = load_rows(Q, query.to(tl.int64) * q_row + head * q_head, 1, real, DIM, PADDED)

@@ -1,7 +1,7 @@
 """Gradients of interval attention over rows, in Triton, after FlashAttention-2 (Dao 2023).
 
-Two kernels: one walks the key blocks of a tile of queries (gradients of q), one the tiles that see a block of keys
-(gradients of k and v, the heads of a group summed). Keys lie together: a carried path is joined before.
+One kernel walks the key blocks of a tile of queries (gradients of q). The other walks the tiles that see a block of
+keys (gradients of k and v, summed over the heads of a group). Path keys and new keys are concatenated first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .row_triton import (
     stack,
 )
 
-# By bytes of a number and padded head dimension; not measured on a GPU yet. Fewer than 64 rows do without Hopper's own
-# instructions, where more would not find room in the registers.
+# By bytes per number and padded head dimension; not measured on a GPU yet. Tiles with fewer than 64 rows do not use
+# Hopper's matrix instructions; they are chosen where larger tiles would not fit in the registers.
 TILE_SIZES = {
     (2, 64): TileSize(64, 64, 4, 2),
     (2, 128): TileSize(64, 64, 8, 2),
@@ -41,14 +41,13 @@ TILE_SIZES = {
     (4, 128): TileSize(32, 32, 8, 1),
     (4, 256): TileSize(32, 32, 8, 1),
 }
-# In place of those that do not fit where a block of threads has little shared memory.
+# Replacements for devices on which the large tiles do not fit in shared memory.
 SMALL_TILE_SIZES = {(2, 256): TileSize(32, 32, 8, 1)}
 
 
 @dataclass(frozen=True, slots=True)
 class KeyTables:
-    """Tables hold what the backward pass reads: a plan's tiles of queries, and int32 the tiles by key block, as
-    KeyTiles describes them."""
+    """The tables of the backward pass: a plan's tiles of queries, and the tiles by key block, int32, as in KeyTiles."""
 
     rows: RowTables
     bounds: Tensor
@@ -57,7 +56,7 @@ class KeyTables:
 
 
 def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KeyTables:
-    """Returns what the kernels of the backward pass read of a plan. group: query heads that share a KV head."""
+    """Return the tables of a plan for the backward pass. group: query heads per KV head"""
     kind = dtype.itemsize, padded(head_dim)
     size = fitting(fitting_on(device, kind, TILE_SIZES, SMALL_TILE_SIZES), group)
     rows = row_tables(plan, 0, group, size, device)
@@ -68,7 +67,7 @@ def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype
 def attend_rows_with_gradient(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: RowPlan, forward: RowTables, *, scale: float
 ) -> Tensor:
-    """Returns what `RowAttention.attend` does, differentiable; all keys in k and v. forward: the plan's tables."""
+    """Compute `RowAttention.attend`, differentiable, with all keys in k and v. forward: the plan's tables"""
     group = q.shape[1] // k.shape[1]
     backward = plan.kept(
         ("keys", group, q.shape[2], q.dtype, q.device),
@@ -92,7 +91,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, sums = ctx.saved_tensors
         of_sinks = None
-        if sinks is not None:  # a key whose value is zero, and whose share of the softmax is what the sums lack
+        if sinks is not None:  # a key with value zero; its softmax weight is one minus the weights of the other keys
             shares = torch.exp2(sinks.float() * LOG2_E - sums)
             of_sinks = -(shares * (out.float() * grad.float()).sum(-1)).sum(0).to(sinks.dtype)
         of_rows = gradients(q, k, v, out, sums, grad, ctx.tables, scale=ctx.scale, window=ctx.window)
@@ -111,8 +110,10 @@ def gradients(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v. out, sums: what `attend_rows` gave; grad: the gradient of out, shaped as
-    it."""
+    """Return the gradients of q, k and v.
+
+    out, sums: from `attend_rows`; grad: the gradient of out, shaped like it
+    """
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     grad = grad.contiguous()
@@ -165,7 +166,7 @@ def _gradient_q(
 
     keys = tl.arange(0, KEYS)
     dq = tl.zeros([ROWS, PADDED], dtype=tl.float32)
-    for part in tl.static_range(2):  # seen whole, seen in part
+    for part in tl.static_range(2):  # fully visible blocks, then partly visible ones
         bounds = BOUNDS + (2 + part) * (tiles + 1) + tile
         for i in range(tl.load(bounds), tl.load(bounds + 1)):
             at = tl.load(BLOCKS + i) + keys
@@ -207,7 +208,7 @@ def _gradient_kv(
             place = query.to(tl.int64) * HEADS + head
             q = load_rows(Q, query.to(tl.int64) * q_row + head * q_head, 1, real, DIM, PADDED)
             grad = load_rows(GRAD, place, DIM, real, DIM, PADDED)
-            # Of what is no query: exp2(0 - inf) = 0.
+            # Padding queries contribute exp2(-inf) = 0.
             sums = tl.load(SUMS + place, mask=real, other=float("inf"))
             deltas = tl.load(DELTAS + place, mask=real, other=0.0)
             weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2 - sums[:, None])

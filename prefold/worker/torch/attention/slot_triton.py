@@ -1,8 +1,9 @@
-"""Attention over slots in Triton, for generation: tiles of queries over the keys that any of them sees.
+"""Attention over slots in Triton, for generation: tiles of queries over the keys that any query of the tile sees.
 
-As flash-decoding (Dao et al. 2023) reads a long list of keys in several places and joins the sums; here the list is
-that of a tile of neighbouring queries, so that what sequences share is read once for a tile. `slot_tiles` has the
-lists as stretches of neighbouring slots; `_spread` writes them out, key by key, once a step.
+Like flash-decoding (Dao et al. 2023), the kernel splits a long list of keys into parts, reads them in parallel, and
+joins the sums. Here a list belongs to a tile of neighbouring queries, so keys that sequences share are read once per
+tile. `slot_tiles` makes the lists as stretches of neighbouring slots; `_spread` writes them out key by key, once per
+step.
 """
 
 from __future__ import annotations
@@ -22,20 +23,15 @@ from .row_triton import LOG2_E, fitting_on, hide, load_rows, padded, precision, 
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """A block size says how keys are worked on.
+    """The block sizes of the kernel."""
 
-    keys       at once
-    stages     Triton's
-    many_rows  rows of a tile from which on eight warps share it, not four
-    """
-
-    keys: int
-    stages: int
-    many_rows: int
+    keys: int  # processed at once
+    stages: int  # Triton's pipeline stages
+    many_rows: int  # tiles with at least this many rows use eight warps instead of four
 
 
-# By bytes of a number and padded head dimension. Not measured on a GPU yet: benchmarks/gpu.py --sections kernels
-# compares them with others. Of five stages Triton makes two blocks on their way: it counts the loads of slots as well.
+# By bytes per number and padded head dimension. Not measured on a GPU yet; `benchmarks/gpu.py --sections kernels`
+# compares them. With five stages, Triton keeps two blocks in flight, because it counts the loads of slots too.
 BLOCK_SIZES = {
     (2, 64): BlockSize(64, 5, 128),
     (2, 128): BlockSize(64, 5, 128),
@@ -44,44 +40,39 @@ BLOCK_SIZES = {
     (4, 128): BlockSize(16, 2, 32),
     (4, 256): BlockSize(16, 1, 32),
 }
-# In place of those that do not fit where a block of threads has little shared memory.
+# Replacements for devices on which the large blocks do not fit in shared memory.
 SMALL_BLOCK_SIZES = {(2, 256): BlockSize(16, 2, 64)}
-SPREAD = 256  # keys written at once
-WRITTEN = 4096  # numbers of k, or of v, written at once
+SPREAD = 256  # keys that `_spread` writes at once
+WRITTEN = 4096  # numbers of k, or of v, that `_write` writes at once
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """Tables hold a plan's tiles on the device, int32, as SlotTiles describes them.
-
-    keys             [4, num_keys]: of every entry of the lists its slot, the first query that sees it, the one past
-                     the last, and its position
-    query_positions  with a sliding window only
-    """
+    """The tiles of a plan on the device, int32, as in SlotTiles."""
 
     rows: int
     block_q: int
     block: BlockSize
-    keys: Tensor
+    keys: Tensor  # [4, num_keys]: of each list entry its slot, first query, one past the last query, and position
     items: Tensor
     tile_items: Tensor
-    query_positions: Tensor | None
+    query_positions: Tensor | None  # with a sliding window only
 
     @property
     def num_items(self) -> int:
-        """Returns how many pieces of work there are."""
+        """Return the number of work items."""
         return self.items.shape[1]
 
 
 def block_size(heads: Heads, device: torch.device) -> BlockSize:
-    """Returns the size of blocks that suits such heads, on a device."""
+    """Return the block sizes for these heads on a device."""
     return fitting_on(device, (heads.dtype.itemsize, padded(heads.head_dim)), BLOCK_SIZES, SMALL_BLOCK_SIZES)
 
 
 def slot_tables(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTables:
-    """Returns what the kernel reads of a plan, on the device.
+    """Return the kernel's tables of a plan, on the device.
 
-    A part of it is computed on the device, behind what runs there.
+    Some of them are computed on the device, after the work that is queued there.
     """
     block = block_size(heads, device)
     joined = stretches(plan.runs)
@@ -106,7 +97,7 @@ def slot_tables(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTable
 
 
 def spread(stretches: Tensor, keys: Tensor) -> None:
-    """Writes stretches int32 [STRETCH_FIELDS, s] out into keys int32 [4, at least as many as they have]."""
+    """Expand stretches, int32 [STRETCH_FIELDS, s], into keys, int32 [4, at least their number of keys]."""
     count = stretches.shape[1]
     if count:
         _spread[(count,)](stretches, keys, count, keys.shape[1], SPREAD=SPREAD)
@@ -122,8 +113,10 @@ def attend_slots(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Returns attention of q [queries, heads, dim], its last dimension contiguous, shaped as q; keys and values [slots,
-    kv_heads, dim]; sinks [heads]."""
+    """Return attention of q [queries, heads, dim], shaped like q. The last dimension of q is contiguous.
+
+    keys, values: [slots, kv_heads, dim]; sinks: [heads]
+    """
     queries, heads, dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -152,7 +145,7 @@ def attend_slots(
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Puts k, v [n, kv_heads, dim] into slots int64 [n] of keys, values [slots, kv_heads, dim]."""
+    """Write k, v [n, kv_heads, dim] to slots int64 [n] of keys, values [slots, kv_heads, dim]."""
     rows, heads, dim = k.shape
     if not rows:
         return
@@ -167,7 +160,7 @@ def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tenso
 
 @triton.jit
 def _spread(STRETCHES, KEYS, stretches, keys, SPREAD: tl.constexpr):
-    """Writes one stretch, key by key."""
+    """Write one stretch, key by key."""
     field = STRETCHES + tl.program_id(0)
     place = tl.load(field)
     slot = tl.load(field + stretches)
@@ -192,7 +185,7 @@ def _visit(
     DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns the online softmax after the keys [start, stop) of the lists."""
+    """Return the online softmax after the list entries [start, stop)."""
     for begin in range(start, stop, KEYS):
         at = begin + tl.arange(0, KEYS)
         inside = at < stop
@@ -232,7 +225,7 @@ def _attend(
     query, head, real = stack(tile, kv_head, queries, ROWS, GROUP, BLOCK_Q)
     positions = tl.load(POSITIONS + query, mask=real, other=0) if WINDOW else query
     q = load_rows(Q, query.to(tl.int64) * q_row + head * q_head, 1, real, DIM, PADDED)
-    # What is no query sees nothing.
+    # Padding queries see nothing.
     query = tl.where(real, query, -1)
 
     acc = tl.zeros([ROWS, PADDED], dtype=tl.float32)
@@ -248,7 +241,7 @@ def _attend(
     )  # fmt: skip
 
     dims = tl.arange(0, PADDED)
-    if SINKS:  # where items are joined they are taken then
+    if SINKS:  # if items are joined, `_join` adds the sink
         sink = tl.load(OF_HEADS + head, mask=real & (alone != 0), other=-float("inf"))
         acc, total, largest = take_sink(acc, total, largest, sink)
     seen = total > 0.0
@@ -270,7 +263,7 @@ def _join(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes one query and KV head: what the items of its tile gave, weighted by the sums of their weights."""
+    """Write one query and KV head: the results of the tile's items, weighted by their sums of weights."""
     query = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     tile = query // BLOCK_Q
@@ -317,7 +310,7 @@ def _write(
     number = tl.arange(0, PADDED)
     head = number // DIM
     dim = number % DIM
-    # Nothing is written where no slot is; the host cannot be asked without waiting for it.
+    # Invalid slots are skipped. The host cannot check them without waiting for the device.
     mask = ((slot >= 0) & (slot < count))[:, None] & (number < HEADS * DIM)[None, :]
     k = tl.load(K + row[:, None] * k_row + (head * k_head + dim * k_dim)[None, :], mask=mask)
     v = tl.load(V + row[:, None] * v_row + (head * v_head + dim * v_dim)[None, :], mask=mask)

@@ -1,7 +1,7 @@
-"""The KV store of generation: steps write rows into its slots, and attend over slots.
+"""The KV store of generation: steps write rows to its slots, and attend over slots.
 
-On a CPU they lie in memory as the compiled kernels read them.
-`attend_slots` is the form in PyTorch: blocks of queries over gathered keys, for any device and any float dtype.
+On a CPU it has the memory layout of the compiled kernels. `attend_slots` is the PyTorch code: blocks of queries over
+gathered keys, for any device and any float dtype.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from . import gpu
 from .heads import Heads, check_sinks
 from .row_attention import attend_block, finite
 
-# Queries share one gathered list of keys as long as they see, together, at least this part of the square of queries
-# and keys; and at most so many of them.
+# Queries share one gathered list of keys if, together, they see at least this part of the rectangle of queries and
+# keys. At most this many queries share a list.
 BLOCK_FILLED = 0.4
 BLOCK_QUERIES = 256
 
@@ -39,10 +39,13 @@ def attend_slots(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Returns softmax(q k^T * scale) v, each query over the slots that `plan` shows it; q [queries, heads, dim].
+    """Return softmax(q k^T * scale) v; each query attends over its visible slots in `plan`.
 
-    read: gives the keys and values in slots int64 [n], [n, kv_heads, dim] each. cap: as of Heads; sinks: as of
-    `RowAttention.attend`.
+    Args:
+        q: [queries, heads, dim].
+        read: Returns the keys and values of slots int64 [n], [n, kv_heads, dim] each.
+        cap: As in Heads.
+        sinks: As in `RowAttention.attend`.
     """
     gathers = plan.kept(("gathers", q.device), lambda: [DeviceBlock.of(b, plan, q.device) for b in slot_blocks(plan)])
     out = torch.empty_like(q)
@@ -55,7 +58,7 @@ def attend_slots(
 
 @dataclass(frozen=True, slots=True)
 class SlotBlock:
-    """A block is queries [start, stop), and the keys any of them sees: int64 [keys] each, as in KeyRuns."""
+    """Queries [start, stop), and the keys that any of them sees: int64 [keys] arrays, as in KeyRuns."""
 
     start: int
     stop: int
@@ -67,12 +70,12 @@ class SlotBlock:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBlock:
-    """A DeviceBlock is a block on its device: slots int64 [keys], visible bool [queries, keys]."""
+    """A SlotBlock on its device."""
 
     start: int
     stop: int
-    slots: Tensor
-    visible: Tensor
+    slots: Tensor  # int64 [keys]
+    visible: Tensor  # bool [queries, keys]
 
     @classmethod
     def of(cls, block: SlotBlock, plan: SlotPlan, device: torch.device) -> DeviceBlock:
@@ -88,7 +91,7 @@ class DeviceBlock:
 
 
 def slot_blocks(plan: SlotPlan) -> Iterator[SlotBlock]:
-    """Yields blocks of queries with the keys any query of the block sees."""
+    """Yield blocks of queries with the keys that any query of the block sees."""
     runs = plan.runs
     visible = seen_by_query(runs, plan.num_queries).tolist()
     fresh = np.bincount(runs.first, runs.count, plan.num_queries).astype(np.int64).tolist()
@@ -105,7 +108,7 @@ def slot_blocks(plan: SlotPlan) -> Iterator[SlotBlock]:
 
 
 def slot_block(plan: SlotPlan, start: int, stop: int) -> SlotBlock:
-    """Returns the block of the queries [start, stop)."""
+    """Return the block of the queries [start, stop)."""
     runs = plan.runs
     at = np.flatnonzero((runs.first < stop) & (runs.last > start))
     count = runs.count[at]
@@ -121,28 +124,28 @@ def slot_block(plan: SlotPlan, start: int, stop: int) -> SlotBlock:
 
 
 def layout_of(compiled: kernels.Kernels, heads: Heads) -> StoreLayout:
-    """Returns how K/V of such heads lies in memory for the compiled kernels."""
+    """Return the memory layout of K/V of these heads for the compiled kernels."""
     kept = None if heads.kept is None else ARRAY_DTYPES[heads.kept]
     return StoreLayout.of(compiled, heads.sizes, ARRAY_DTYPES[heads.dtype], kept)
 
 
 def _compiled(heads: Sequence[Heads], device: torch.device) -> kernels.Kernels | None:
-    """Return the compiled kernels if they take the heads of all planes."""
+    """Return the compiled kernels if they support the heads of all planes."""
     found = [of.compiled(device) for of in heads]
     return found[0] if found and all(found) else None
 
 
 class KVStore:
-    """A store keeps the K/V of `slots` rows for every plane, and attends over them.
+    """The K/V of `slots` rows for every plane, and attention over it.
 
-    Who reads and writes it is chosen when it is made: the compiled kernels of a CPU, Triton's kernels on a GPU, or the
-    form in PyTorch, which takes any device and dtype. For all but the first a plane is two tensors, keys [slots,
-    kv_heads, head_dim] and values. Slot 0 is scratch: any number of rows of one write may go there, and no run names
-    it.
+    The implementation is chosen at construction: the compiled kernels on a CPU, Triton on a GPU, else PyTorch. Without
+    compiled kernels, a plane is two tensors: keys [slots, kv_heads, head_dim] and values. Slot 0 is scratch: any number
+    of rows of one write may go there, and no run names it.
 
-    heads     of each plane
-    packed    what the compiled kernels read and write
-    compiled  the kernels that read and write it; None: others do
+    Attributes:
+        heads: The heads of each plane.
+        packed: The store of the compiled kernels.
+        compiled: The compiled kernels. None: Triton or PyTorch is used.
     """
 
     def __init__(self, heads: Sequence[Heads], slots: int, device: torch.device | str = "cpu"):
@@ -156,12 +159,12 @@ class KVStore:
             self._memory = list(map(self._plane, heads))
 
     def _plane(self, heads: Heads) -> tuple[Tensor, Tensor]:
-        """Return memory for the keys and the values of a plane."""
+        """Allocate the keys and values of a plane."""
         keys = self._rows(heads, heads.head_dim)
         return keys, keys[..., : heads.value_dim] if heads.in_keys else self._rows(heads, heads.value_dim)
 
     def _rows(self, heads: Heads, dim: int) -> Tensor:
-        """Return zeros for a number of each slot and KV head, [slots, kv_heads, dim]."""
+        """Return zeros, [slots, kv_heads, dim]."""
         shape, dtype = (self.slots, heads.kv_heads, dim), heads.kept or heads.dtype
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -169,12 +172,12 @@ class KVStore:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all planes."""
+        """Return the bytes of all planes."""
         return self.packed.num_bytes if self.compiled else self.slots * self.bytes_per_slot(self.heads, self.device)
 
     @staticmethod
     def bytes_per_slot(heads: Sequence[Heads], device: torch.device | str = "cpu") -> int:
-        """Returns the bytes of one slot in all planes, rounded up; so many slots fit as these go into the memory."""
+        """Return the bytes of one slot in all planes, rounded up."""
         compiled = _compiled(heads, torch.device(device))
         if compiled:
             return slot_bytes([layout_of(compiled, of) for of in heads])
@@ -188,27 +191,28 @@ class KVStore:
         window: int | None = None,
         plane: int = 0,
     ) -> SlotPlan:
-        """Returns the plan of a step for attention over a plane; arguments and errors as of `plan_slots`."""
+        """Return the plan of a step for attention over a plane. Arguments and errors: as in `plan_slots`"""
         group, is_compiled = self.heads[plane].group, self.compiled is not None
         return plan_slots(runs, num_queries, query_positions, window, group=group, compiled=is_compiled)
 
     def write(self, plane: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Puts rows k, v [n, kv_heads, head_dim] into slots int64 [n], all on the store's device.
+        """Write k [n, kv_heads, head_dim] and v [n, kv_heads, value_dim] to slots int64 [n], on the store's device.
 
-        Two rows of one call may share slot 0 alone. Raises ValueError where a slot is not there or shapes do not fit.
+        The slots are distinct, except that slot 0 may repeat. Raise ValueError for a slot outside the store, or if
+        shapes do not fit.
         """
         heads = self.heads[plane]
         fits = k.shape == (len(slots), heads.kv_heads, heads.head_dim) and v.shape == (*k.shape[:2], heads.value_dim)
         if not fits or not k.dtype == v.dtype == heads.dtype or slots.dtype != torch.int64:
             raise ValueError(
                 f"k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do not fit {len(slots)} slots"
-                f"; int64 slots, k [slots, {heads.kv_heads}, {heads.head_dim}] and v [slots, {heads.kv_heads}, "
+                f"; pass int64 slots, k [slots, {heads.kv_heads}, {heads.head_dim}] and v [slots, {heads.kv_heads}, "
                 f"{heads.value_dim}] of {heads.dtype}"
             )
         if self.compiled:
             self.packed.write(plane, *(array_of(x) for x in (slots.contiguous(), gpu.dense(k), gpu.dense(v))))
             return
-        if slots.device.type == "cpu":  # another device checks by itself, and would have to be waited for
+        if slots.device.type == "cpu":  # a GPU checks on its own; checking here would wait for it
             _check_slots(slots, self.slots)
         keys, values = self.plane(plane)
         if self._fused:
@@ -219,7 +223,7 @@ class KVStore:
                 values.index_copy_(0, slots, v.to(values.dtype))
 
     def read(self, plane: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
+        """Return the keys and values of slots int64 [n], [n, kv_heads, head_dim] each."""
         if self.compiled:
             keys, values = map(tensor_of, self.packed.read(plane, array_of(slots)))
             return keys, values
@@ -227,15 +231,16 @@ class KVStore:
         return keys, values
 
     def plane(self, plane: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of one plane, [slots, kv_heads, head_dim] each; for all but compiled kernels."""
+        """Return the keys and values of one plane, [slots, kv_heads, head_dim] each. Not for the compiled kernels."""
         keys, values = self._memory[plane]
         return keys, values
 
     def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """Returns softmax(q k^T * scale) v, each query over the slots that `plan` makes visible to it.
+        """Return softmax(q k^T * scale) v; each query attends over its visible slots in `plan`.
 
-        q is [queries, heads, head_dim], the result [queries, heads, value_dim]; sinks: as of `RowAttention.attend`.
-        Raise ValueError if these do not fit the plan or the plane's heads, or the plan names slots that are not there.
+        q: [queries, heads, head_dim]; the result: [queries, heads, value_dim]; sinks: as in `RowAttention.attend`
+
+        Raise ValueError if the tensors do not fit the plan or the heads, or if the plan has slots outside the store.
         """
         heads = self.heads[plane]
         self._check(q, plan, heads)
@@ -251,18 +256,18 @@ class KVStore:
 
     def _check(self, q: Tensor, plan: SlotPlan, heads: Heads) -> None:
         if len(q) != plan.num_queries:
-            raise ValueError(f"{len(q)} queries in place of {plan.num_queries}; pass the plan of this step")
+            raise ValueError(f"got {len(q)} queries, the plan has {plan.num_queries}; pass the plan of this step")
         if q.shape[1:] != (heads.heads, heads.head_dim) or q.dtype != heads.dtype:
             raise ValueError(
                 f"q {list(q.shape)} ({q.dtype}) does not fit {heads.heads} heads of {heads.head_dim} ({heads.dtype})"
-                "; q [queries, heads, head_dim]"
+                "; pass q [queries, heads, head_dim]"
             )
         if plan.slots_needed > self.slots:
             raise ValueError(
-                f"the plan needs {plan.slots_needed} slots, the store has {self.slots}; pass runs of this store's slots"
+                f"the plan needs {plan.slots_needed} slots, the store has {self.slots}; pass runs within the store"
             )
 
 
 def _check_slots(slots: Tensor, count: int) -> None:
     if len(slots) and (slots.min() < 0 or slots.max() >= count):
-        raise ValueError(f"a slot that is not there; pass slots in [0, {count})")
+        raise ValueError(f"a slot is outside the KV store; pass slots in [0, {count})")
