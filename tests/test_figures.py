@@ -30,7 +30,7 @@ def test_a_file_says_where_its_figures_come_from(name):
         assert len(FIGURES["TABLES"][file["benchmark"]](file)) > 2
     else:
         assert all(panel.rounds for panel in FIGURES["panels"](name))
-    assert "/" not in re.sub(r"benchmarks/\w+\.py|/v1/\w+", "", file["command"]), "no path of the machine"
+    assert "/" not in re.sub(r"benchmarks/[\w/]+\.(py|json)|/v1/\w+", "", file["command"]), "no path of the machine"
 
 
 def test_figures_stand_on_the_page_between_the_marks_alone():

@@ -106,8 +106,8 @@ async def astream(
 ) -> AsyncIterator[TextPiece | list[Generated]]:
     """Yield the pieces of an answer as they arrive, and last the list of its samples.
 
-    Without `text` it yields only the samples. If the caller stops early or is cancelled, the request is cancelled. Raise
-    InputError if the request cannot run.
+    Without `text` it yields only the samples. If the caller stops early or is cancelled, the request is cancelled.
+    Raise InputError if the request cannot run.
     """
     response = ResponseStream(asyncio.get_running_loop(), len(request.tokens))
     try:

@@ -144,7 +144,7 @@ def readable(decode: Callable[[np.ndarray], str]) -> Callable[[np.ndarray], str]
 class FilledTemplate(str):
     """A text made from a template: a str for which truncate=True cuts the longest column, not the end.
 
-    Args:
+    Attributes:
         parts: (text, is_column) pairs; their texts joined are the whole text.
 
     Example:
