@@ -53,7 +53,8 @@ def import_vllm() -> Any:
 def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
     """Return vLLM's SamplingParams. Raise InputError for features that vLLM lacks, and for values that it refuses.
 
-    room: number of tokens that fit after the prompt
+    Args:
+        room: number of tokens that fit after the prompt
     """
     vllm = import_vllm()
     for name in not_sent(sampling):
@@ -346,7 +347,8 @@ class BlockEvents:
     Two blocks that follow the same block may share their first tokens, but the router's runs do not share rows. When
     such a block is removed, another block with the shared rows is reported again.
 
-    epoch: number of the engine's first epoch; larger after a restart. A gap in the messages starts a new epoch
+    Args:
+        epoch: number of the engine's first epoch; larger after a restart. A gap in the messages starts a new epoch
     """
 
     def __init__(self, epoch: int = 0):

@@ -40,7 +40,8 @@ def is_batch_line(data: dict[str, Any]) -> bool:
 def add_usage(total: Counter[str], usage: Mapping[str, Any]) -> None:
     """Add the usage of a response to `total`. The endpoints have different names for the same counts.
 
-    total: numbers of tokens: `input`, `output`, and the parts of the input that are `cached` and `approximate`
+    Args:
+        total: Numbers of tokens: `input`, `output`, and the parts of the input that are `cached` and `approximate`.
     """
     total["input"] += usage.get("prompt_tokens", 0) or usage.get("input_tokens", 0)
     total["output"] += usage.get("completion_tokens", 0) or usage.get("output_tokens", 0)

@@ -148,7 +148,9 @@ def plan_layerwise(
 ) -> LayerwisePlan | None:
     """Return what a job would read of weights layer by layer, or None if it would keep them in memory or could not run.
 
-    window: tokens of a window of the job; measure: whether to measure `rate`
+    Args:
+        window: Tokens of a window of the job.
+        measure: Whether to measure `rate`.
     """
     from ..worker.native.load import shapes_of, window_extents, window_rows
 

@@ -41,7 +41,12 @@ _HEAD = struct.Struct("<QIIII")  # record, item, number of items, part (request 
 
 
 def with_tags(number: int, meta: Any, works: list[Any], seed: int = 0) -> list[tuple[Request, bytes]]:
-    """Return every request of a record with its tag. works: the Work of each of its items; seed: the job's"""
+    """Return every request of a record with its tag.
+
+    Args:
+        works: the Work of each item of the record
+        seed: the seed of the job
+    """
     requests = []
     for item, work in enumerate(works):
         for part, request in enumerate(work.requests):
@@ -394,8 +399,10 @@ class Reader:
     ) -> list[tuple[Request, bytes]]:
         """Deliver the known answers of a record's requests. Return the other requests.
 
-        The tag of a returned request starts with the key of its answer. asked: the same requests without seeds derived
-        from the job's seed
+        The tag of a returned request starts with the key of its answer.
+
+        Args:
+            asked: the same requests without seeds derived from the job's seed
         """
         job = self._job
         assert job.kept is not None and self._deliver is not None

@@ -165,7 +165,8 @@ def run_beside(
 def write_errors(source: Source, adapter: RecordAdapter, output: Output, error: InputError) -> None:
     """Write an error for each record without a line, if a job ends before all records are computed.
 
-    adapter: an adapter that has read no records
+    Args:
+        adapter: An adapter that has read no records.
     """
     for record in source.records():
         meta = adapter.read(record).meta

@@ -219,7 +219,10 @@ def _suffix_format(path: Path) -> str | None:
 def _stream_source(name: str, format: str, stream: Iterable[bytes], options: TableOptions) -> Source:
     """Return the source of the records in a stream, which can only be read once.
 
-    Raise JobError for a format that cannot be read from a stream. name: "-", or the path of a pipe
+    Raise JobError for a format that cannot be read from a stream.
+
+    Args:
+        name: "-", or the path of a pipe.
     """
     subject = "standard input" if name == "-" else name
     if format == "parquet":

@@ -25,7 +25,8 @@ _OF_LINES = {"record", "id", "error", "results"}
 def reserved_names(task: str, *, has_id: bool = True) -> frozenset[str]:
     """Return the names of the fields of a task's output line. Repeated columns need other names.
 
-    has_id: whether lines have the field `id` (--id)
+    Args:
+        has_id: Whether lines have the field `id` (--id).
     """
     names = _OF_LINES | names_in_lines(task)
     return frozenset(names if has_id else names - {"id"})
@@ -70,7 +71,11 @@ class TableAdapter:
         self.labels: Counter[str] = Counter()  # {label: number of lines in this run}
 
     def check(self, have: list[str] | None) -> None:
-        """Raise JobError if the table lacks a used column. have: its columns; None if unknown"""
+        """Raise JobError if the table lacks a used column.
+
+        Args:
+            have: The columns of the table; None if unknown.
+        """
         if have is not None:
             self._rows.check(have)
 
@@ -179,10 +184,13 @@ class DecisionColumns(TableAdapter):
     """The TableAdapter of "decide" for tables that people read: a column NAME with the value of each question.
 
     `Decision.columns` lists the other columns. A question that failed has a column NAME_error instead.
+
+    Args:
+        every: As in `Decision.columns`.
+        keeps: Keep the object of all answers, as a nested column.
     """
 
     def __init__(self, *arguments: Any, every: bool = False, keeps: bool = False, **options: Any):
-        """every: as in `Decision.columns`; keeps: keep the object of all answers, as a nested column"""
         super().__init__(*arguments, **options)
         self._every, self._keeps = every, keeps
 
@@ -224,7 +232,8 @@ def with_columns(result: dict[str, Any], repeated: Collection[str], *, every: bo
 
     If names in `repeated` start with answer_, another answer_ is put before it.
 
-    every: rename all properties
+    Args:
+        every: Rename all properties.
     """
     try:
         answer = json.loads(result.get("text", ""))

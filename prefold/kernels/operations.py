@@ -58,7 +58,10 @@ class ElementwiseKernels(Family):
     def gate_mul(self, gate_up: np.ndarray, activation: str) -> np.ndarray:
         """Return activation(gate) * up, [rows, width], from gate_up [rows, 2 * width].
 
-        activation: "silu" or "gelu_tanh". Raise ValueError if gate_up has an odd number of columns.
+        Raise ValueError if gate_up has an odd number of columns.
+
+        Args:
+            activation: "silu" or "gelu_tanh"
         """
         rows, width = gate_up.shape
         if width % 2:

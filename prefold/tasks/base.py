@@ -560,8 +560,11 @@ def level(sizes: Sequence[int], keep: int) -> list[int]:
 
 
 def part_of(text: str, spans: Sequence[tuple[int, int]], count: int, left: bool) -> str:
-    """Return the text of the first `count` tokens, or with `left` of the last ones. spans: (begin, end) of each
-    token"""
+    """Return the text of the first `count` tokens, or with `left` of the last ones.
+
+    Args:
+        spans: (begin, end) of each token.
+    """
     if count >= len(spans):
         return text
     if not count:

@@ -112,7 +112,8 @@ class DecideTask(Task):
     ):
         """Raise InputError for questions that cannot be asked about any state, and for a wrong template.
 
-        reader: the Reader of a decision head; None: read the logits of labels
+        Args:
+            reader: the Reader of a decision head; None: read the logits of labels
         """
         if inputs.tokenizer is None:
             raise InputError("decisions need a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
@@ -386,7 +387,11 @@ class DecideTask(Task):
         )
 
     def _render(self, asking: _Asked, state: object, group: list[Question]) -> Rendered:
-        """Return the prompt of a group of questions. state: the state of `asking`, or a part of it"""
+        """Return the prompt of a group of questions.
+
+        Args:
+            state: the state of `asking`, or a part of it
+        """
         names = tuple(asking.pictures)
         if self.settings.write is not None:
             return self.encoder.written(state, [self._variables(question) for question in group])

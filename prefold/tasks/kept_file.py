@@ -199,7 +199,11 @@ class AnswersFile:
                 self._waiting += len(request)
 
     def commit(self, *, due_only: bool = False) -> None:
-        """Write the new rows. due_only: only if there are many, or after about a second"""
+        """Write the new rows.
+
+        Args:
+            due_only: Only if there are many, or after about a second.
+        """
         with self._lock:
             is_due = self._waiting >= _BYTES or time.monotonic() - self._written_at >= _SECONDS
             if self._is_off or (due_only and not is_due):
@@ -258,7 +262,11 @@ class AnswersFile:
     # ------------------------------------------------------------------------------------------------ models
 
     def model(self, digest: bytes, identity: str) -> int:
-        """Return the number of a model. identity: as of `answers_identity`, as JSON"""
+        """Return the number of a model. Add the model if the file does not have it.
+
+        Args:
+            identity: The result of `answers_identity`, as JSON.
+        """
         with self._lock, _transaction(self._db):
             self._db.execute("INSERT OR IGNORE INTO models(digest, identity) VALUES(?, ?)", (digest, identity))
             return int(self._db.execute("SELECT id FROM models WHERE digest = ?", (digest,)).fetchone()[0])

@@ -46,7 +46,8 @@ class ListReader:
     def scores(self, prompts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the score of each document of a list, float64 [documents].
 
-        prompts: for each prompt, the hidden states of its documents and then of its query, float32 [rows, hidden]
+        Args:
+            prompts: for each prompt, the hidden states of its documents and then of its query, float32 [rows, hidden]
         """
         raise NotImplementedError
 

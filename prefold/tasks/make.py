@@ -85,7 +85,11 @@ def inputs_of(
     adapter: Any = None,
     adapters: Collection[str] = (),
 ) -> Inputs:
-    """Return the Inputs of a model. max_length: maximum rows of a request; None: all positions of the model"""
+    """Return the Inputs of a model.
+
+    Args:
+        max_length: Maximum rows of a request; None: all positions of the model.
+    """
     return Inputs(tokenizer, _rows(config, max_length), config.vocab_size, adapter, adapters, config)
 
 
@@ -245,7 +249,11 @@ def labels_of_head(config: ModelConfig) -> list[str] | None:
 
 
 def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> None:
-    """Raise UnsupportedModelError if the model has no LM head, and thus no logits. task: its name in the error"""
+    """Raise UnsupportedModelError if the model has no LM head, and thus no logits.
+
+    Args:
+        task: Name of the task, for the error.
+    """
     if not config.lm_head:
         has = "a classification head" if config.num_labels else "no head at all"
         message = f"{task} needs a language model's logits; {checkpoint.name} has {has}"

@@ -160,8 +160,11 @@ def _word(value: object) -> str | None:
 def read_questions(questions: object) -> tuple[list[Question], dict[str, InputError]]:
     """Return (the questions, {name of a wrong question: its error}).
 
-    Raise InputError for any other value, and if there are no questions. questions: {name: question}, or a list of
-    questions; a question of a list without a `name` is called by its index from 0
+    Raise InputError for any other value, and if there are no questions.
+
+    Args:
+        questions: {name: question}, or a list of questions; a question of a list without a `name` is called by its
+            index from 0.
     """
     named = _named(questions)
     good, errors = [], {}

@@ -134,7 +134,8 @@ class RerankTask(Task):
     def __init__(self, inputs: Inputs, options: RerankOptions, settings: PairSettings | None = None):
         """Raise InputError for a wrong template or wrong words, and if there is no tokenizer.
 
-        settings: what the checkpoint's files say about pairs; None: compare the logits of the words
+        Args:
+            settings: what the checkpoint's files say about pairs; None: compare the logits of the words
         """
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
@@ -384,7 +385,11 @@ def note_of(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
 
 
 def ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Relevance | Ranking:
-    """Return the answer to an item. keys: the sort keys of the documents, the largest comes first"""
+    """Return the answer to an item.
+
+    Args:
+        keys: the sort keys of the documents, the largest comes first
+    """
     if not note.get("list"):
         return Relevance(float(scores[0]), note["tokens"], notes_in(note))
     order = np.argsort(-keys, kind="stable")

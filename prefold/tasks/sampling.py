@@ -67,8 +67,10 @@ def sampling_from(
 def seed_at(seed: int, *place: int) -> int:
     """Return the seed of the prompt at a place of a list or job that has one seed.
 
-    The first prompt keeps the seed, so a single prompt and the first one of a list draw the same numbers. place:
-    numbers; trailing zeros change nothing
+    The first prompt keeps the seed, so a single prompt and the first one of a list draw the same numbers.
+
+    Args:
+        place: Numbers; trailing zeros change nothing.
     """
     while place and not place[-1]:
         place = place[:-1]

@@ -121,7 +121,10 @@ def _chat_settings(
     """Return the ChatSettings with which sentence-transformers (6 and later) turns texts into messages.
 
     Return None if it uses texts as they are. It makes messages if the folder's `modality_config` has "message", as in
-    decoders with a chat template. output: the model output that is read
+    decoders with a chat template.
+
+    Args:
+        output: the model output that is read
     """
     modalities = transformer.get("modality_config") or {}
     for name in {"text", "message"} & modalities.keys():
@@ -265,7 +268,11 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
 def _pair_of_messages(
     tokenizer: Tokenizer, chat: ChatSettings, roles: Sequence[str] = ("query", "document"), around: str = "{}"
 ) -> RerankPrompt:
-    """Return the prompt of a pair in the chat template. around: format of the text around each field"""
+    """Return the prompt of a pair in the chat template.
+
+    Args:
+        around: format of the text around each field
+    """
     texts = [around.format("{instruction}" if role == "system" else f"{{{role}}}") for role in roles]
     contents: list[Any] = [[{"type": "text", "text": text}] for text in texts] if chat.parts else list(texts)
     pair = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]

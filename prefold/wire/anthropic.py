@@ -240,7 +240,11 @@ def _tool(tool: Tool) -> Body:
 
 
 def message_body(meta: Body, answers: Sequence[Generation], *, model: str, id: str) -> Body:
-    """Return the response to a request. answers: the answer to its only item"""
+    """Return the response to a request.
+
+    Args:
+        answers: The answer to its only item.
+    """
     (choice,), (answer,) = chat_body(meta, answers)["choices"], answers
     message = choice["message"]
     content: list[Body] = [{"type": "text", "text": message["content"]}] if message["content"] else []

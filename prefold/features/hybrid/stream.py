@@ -60,7 +60,8 @@ class StateStream(WindowPlanner):
     def _goes_on_from(self, carried: np.ndarray) -> int:
         """Return how many rows of the previous window's last path are not computed again.
 
-        carried: the depths of the states on that path, int64 ascending
+        Args:
+            carried: the depths of the states on that path, int64 ascending
         """
         most = reusable_rows(self.window, self.readout) if len(carried) else 0
         branches = np.flatnonzero(self._children[:most] > 1) + 1

@@ -155,7 +155,11 @@ class MediaTable:
         self._free.setdefault((span, int(ids[-1] - ids[0]) + 2), []).append(first)
 
     def _used(self, firsts: np.ndarray) -> Iterator[int]:
-        """Yield the first ids of images with rows in stores or trees. firsts: of all images, ascending"""
+        """Yield the first ids of images with rows in stores or trees.
+
+        Args:
+            firsts: the first ids of all images, ascending
+        """
         for store in list(self._stores):
             yield from store.firsts()
         for tree in list(self._trees):

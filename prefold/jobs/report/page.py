@@ -31,7 +31,11 @@ class TreeShape:
     """
 
     def __init__(self, paths: Sequence[TreePath], owner_of: Callable[[Hashable], str], *, most: int):
-        """Keep at most `most` of the paths. owner_of: returns the owner of a namespace"""
+        """Keep at most `most` of the paths.
+
+        Args:
+            owner_of: returns the owner of a namespace
+        """
         self.is_whole, paths = len(paths) <= most, paths[:most]
         self._ends = [path.end for path in paths]
         self._running = [path.is_running for path in paths]

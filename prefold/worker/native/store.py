@@ -30,7 +30,11 @@ class StoreLayout:
 
     @classmethod
     def of(cls, compiled: kernels.Kernels, sizes: KVSizes, dtype: np.dtype, kept: np.dtype | None) -> StoreLayout:
-        """Return the layout that these kernels read. kept: the dtype in memory; None: the dtype of rows"""
+        """Return the layout that these kernels read.
+
+        Args:
+            kept: The dtype in memory; None: the dtype of rows.
+        """
         interleaved = dtype == kernels.BFLOAT16 and compiled.stores_bf16_pairs
         return cls(sizes, dtype, kept or dtype, interleaved)
 
@@ -60,7 +64,11 @@ class StoreLayout:
 
 
 def layouts_of(compiled: kernels.Kernels, config: ModelConfig, dtype: np.dtype) -> list[StoreLayout]:
-    """Return the layout of each plane of a model, or of a rank's part of it. dtype: of rows"""
+    """Return the layout of each plane of a model, or of a rank's part of it.
+
+    Args:
+        dtype: The dtype of rows.
+    """
     kept = kernels.BFLOAT16 if config.kv_dtype == "bfloat16" else None
     sizes = (config.kv_sizes(number) for number in range(len(config.planes)))
     return [StoreLayout.of(compiled, of_plane, dtype, kept) for of_plane in sizes]
@@ -100,10 +108,13 @@ class StorePlane:
 
 
 class NativeStore:
-    """The K/V of `slots` rows for every plane. Slot 0 is scratch: any row may be written there, and no run names it."""
+    """The K/V of `slots` rows for every plane. Slot 0 is scratch: any row may be written there, and no run names it.
+
+    Args:
+        layouts: One per plane.
+    """
 
     def __init__(self, layouts: Sequence[StoreLayout], slots: int, compiled: kernels.Kernels):
-        """layouts: one per plane"""
         self.slots, self._kernels = slots, compiled
         ends = np.cumsum([0, *(layout.plane_bytes(slots) for layout in layouts)]).tolist()
         self._memory = zero_pages(ends[-1])

@@ -42,7 +42,8 @@ def load_worker(
 ) -> Loaded:
     """Load the model of a checkpoint. Errors: as documented for `LLM`.
 
-    ranks: this rank's view of a split model; None: this process has the whole model
+    Args:
+        ranks: This rank's view of a split model; None: this process has the whole model.
     """
     settle_threads(options.threads)
     place, number = torch.device(device), DTYPES[dtype]
