@@ -105,10 +105,10 @@ def _response_format(grammar: Grammar | None) -> dict[str, Any] | None:
 
 
 def _room(request: Request, context: int | None) -> int:
-    """Return how many tokens fit after the prompt. Raise InputError if the prompt is too long or the context is
-    unknown.
+    """Return how many tokens fit after the prompt.
 
-    Without a limit a server would generate 16 tokens.
+    Raise InputError if the prompt is too long or the context is unknown. Without a limit a server would generate 16
+    tokens.
     """
     if context is None:
         message = "the length of the model's context is unknown, and without max_tokens a server stops after 16 tokens"
@@ -136,8 +136,10 @@ def _conversation(text: str) -> dict[str, Any]:
 
 
 def _check(requests: Sequence[Request], asks: Sampling | Readout, with_text: bool = True) -> None:
-    """Raise InputError for images, and for options of `asks` that no server has, such as exits, routes and bare
-    tokens."""
+    """Raise InputError for images, and for options of `asks` that no server has.
+
+    Such options are exits, routes and bare tokens.
+    """
     for request in requests:
         if len(request.tokens) and int(request.tokens.max()) >= MEDIA_BASE:
             raise _lacks("image")
@@ -269,8 +271,10 @@ def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> R
 
 
 def contexts_of(response: Any) -> dict[str, int | None]:
-    """Return {name: tokens of its context, or None} of the models in a response of /v1/models; {} if the server lacks
-    that path."""
+    """Return {name of a model: tokens of its context, or None} from a response of /v1/models.
+
+    Return {} if the server lacks that path.
+    """
     try:
         models = response.json()["data"] if response.status_code < 300 else []
         lengths = ((str(model["id"]), model.get("max_model_len")) for model in models)

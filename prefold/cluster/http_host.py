@@ -176,8 +176,10 @@ class HttpHost(AsyncHost):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _watch(self) -> None:
-        """Report progress while the server's token counters grow, because long outputs may take longer than the
-        patience."""
+        """Report progress while the server's token counters grow.
+
+        Otherwise a long output could exceed the fleet's patience.
+        """
         before: list[str] = []
         while True:
             now = await self._counters() if self._tasks else []
@@ -396,8 +398,10 @@ def _why(error: Exception) -> str:
 
 @contextmanager
 def reading(url: str) -> Iterator[None]:
-    """Return a context that turns errors of reading a response into a RowError. A gateway may answer 200 with an
-    error."""
+    """Return a context that turns errors of reading a response into a RowError.
+
+    A gateway may answer 200 with an error.
+    """
     try:
         yield
     except InputError:
@@ -453,8 +457,10 @@ class HttpReplicas(Replicas):
 
 
 def _check(url: str) -> None:
-    """Raise InputError for an invalid URL of a server, and for a key that no header can contain. The message omits the
-    key."""
+    """Raise InputError for an invalid URL of a server, and for a key that no header can contain.
+
+    The message omits the key.
+    """
     name: str | None = None
     try:
         parts = urlsplit(url)

@@ -57,8 +57,10 @@ class OpenLease(NamedTuple):
 
 
 class Source(Protocol):
-    """Requests that no replica has. A place is the number of a request in its source. The lease book calls the
-    methods."""
+    """Requests that no replica has.
+
+    A place is the number of a request in its source. The lease book calls the methods.
+    """
 
     book: LeaseBook
     call: RunCall | None  # how all its requests run; None if all sources of the book have one call
@@ -222,8 +224,10 @@ class LeaseBook:
         return tags
 
     def refuse(self, replica: str, now: float) -> list[bytes]:
-        """Drop the requests of a replica that cannot run them, and return their tags. The replica can get other
-        requests."""
+        """Drop the requests of a replica that cannot run them, and return their tags.
+
+        The replica can get other requests.
+        """
         entry = self.replicas.pop(replica)
         for source in self.sources:
             source.leave(replica)

@@ -30,8 +30,10 @@ _DOUBT = 15.0  # a replica that does not answer for this many seconds counts as 
 
 
 class _Actor:
-    """A replica's process. Orders run in one thread, in the order of sending. Reports run in another thread, while the
-    engine runs."""
+    """A replica's process.
+
+    Orders run in one thread, in the order of sending. Reports run in another thread, while the engine runs.
+    """
 
     def __init__(self) -> None:
         self._host: Any = None
@@ -128,8 +130,9 @@ class _ActorHost:
 
 
 class RayReplicas(Replicas):
-    """Replicas that are actors of a Ray cluster. Raises JobError without a cluster at the address, or if this machine
-    is too small for one replica.
+    """Replicas that are actors of a Ray cluster.
+
+    Raises JobError without a cluster at the address, or if this machine is too small for one replica.
 
     Args:
         model: a name or path that every node can resolve

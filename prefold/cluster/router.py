@@ -464,8 +464,10 @@ class Router:
         return request
 
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
-        """Record that a replica has computed these rows in `seconds`. Without such calls its load falls only when
-        requests end."""
+        """Record that a replica has computed these rows in `seconds`.
+
+        Without such calls its load falls only when requests end.
+        """
         self.members[replica].load.work(prefill_rows, decode_rows, seconds)
 
     def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> SentRequest:
@@ -491,8 +493,10 @@ class Router:
         return request
 
     def expected_output(self, limit: int) -> int:
-        """Return the expected number of output tokens of a request with this limit, from the outputs that have
-        ended."""
+        """Return the expected number of output tokens of a request with this limit.
+
+        The estimate uses the lengths of the outputs that have ended.
+        """
         return self._outputs.expected(limit)
 
     def _standing(self, prompt: Prompt, among: Collection[Hashable]) -> Standing:

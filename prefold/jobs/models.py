@@ -197,8 +197,10 @@ class LazyTasks(Mapping[str, Any]):
 
 
 def task_spec(name: str, spec: JobSpec, checkpoint: Any) -> TaskSpec:
-    """Return the options of a task. With --recommended, the checkpoint's settings replace options that were not
-    given."""
+    """Return the options of a task.
+
+    With --recommended, the checkpoint's settings replace options that were not given.
+    """
     recommended = _recommended(spec, checkpoint) if name == "generate" else {}
     return replace(spec.tasks[name], **recommended)
 
@@ -220,8 +222,10 @@ def _recommended(spec: JobSpec, checkpoint: Any) -> dict[str, Any]:
 
 
 def uses_chat(spec: JobSpec, tokenizer: Any) -> bool:
-    """Return whether prompts are put into the chat template. Raise JobError for --chat or --system without a
-    template."""
+    """Return whether prompts are put into the chat template.
+
+    Raise JobError for --chat or --system without a template.
+    """
     has = tokenizer is not None and bool(tokenizer.chat_templates or spec.conversations.chat_template)
     if spec.chat and not has:
         raise JobError("--chat needs a chat template, but the model has none; leave it out, or give --chat-template")

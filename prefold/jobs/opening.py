@@ -112,8 +112,10 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample
 
 
 def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return (adapter, names of the tasks that records may need). Without a task, the input must be OpenAI batch
-    lines."""
+    """Return (adapter, names of the tasks that records may need).
+
+    Without a task, the input must be OpenAI batch lines.
+    """
     from ..wire import TASKS
     from .batch import OpenAIBatch, is_batch_line
 

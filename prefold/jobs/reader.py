@@ -452,8 +452,10 @@ class Reader:
         return any(since is not None and since < late for since in starts)
 
     def _works(self, task: str, items: list[Any]) -> list[Any]:
-        """Return the Work of each item, or its InputError. If the model cannot do the task, all items get that
-        error."""
+        """Return the Work of each item, or its InputError.
+
+        If the model cannot do the task, all items get that error.
+        """
         try:
             return self._job.tasks[task].prepare(items)
         except (InputError, UnsupportedModelError) as error:

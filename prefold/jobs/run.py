@@ -123,8 +123,10 @@ class Flow:
             self.job.output.write(record.number, line, failed=False, extra=extra)
 
     def _line(self, task: Task, record: DoneRecord) -> tuple[str, Extra | None]:
-        """Return (the output line of a complete record, its extra data). Raise InputError as the task's `finish`
-        does."""
+        """Return (the output line of a complete record, its extra data).
+
+        Raise InputError as the task's `finish` does.
+        """
         answers = [finish(task, note, values) for note, values in record.items]
         review = self.job.review
         extra = None if review is None else review.extra(record.number, record.meta, answers)
@@ -214,8 +216,10 @@ class Interrupted(JobError):
 
 @dataclass
 class Summary:
-    """The summary of a job. `records`, `errors` and `resumed` count all lines of the output, other fields count this
-    run."""
+    """The summary of a job.
+
+    `records`, `errors` and `resumed` count all lines of the output, other fields count this run.
+    """
 
     records: int = 0
     errors: int = 0
@@ -326,8 +330,10 @@ class _Run:
         return self.summary
 
     def _conclude(self) -> None:
-        """Finish the review of the answers, after all lines are written. If the job is killed here, the next run does
-        it."""
+        """Finish the review of the answers, after all lines are written.
+
+        If the job is killed here, the next run does it.
+        """
         if self.job.review is not None:
             self.summary.conclusion = self.job.review.conclude(self.output.extras())
 

@@ -33,8 +33,10 @@ _DIGEST_BLOCKS = 512
 
 
 def file_identity(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Return the identity of a file's content, or of its first `size` bytes: {"bytes": size, "digest": BLAKE2b in
-    hex}."""
+    """Return the identity of a file's content, or of its first `size` bytes.
+
+    The identity is {"bytes": size, "digest": BLAKE2b in hex}.
+    """
     size = path.stat().st_size if size is None else size
     return {"bytes": size, "digest": sampled_digest(path, size, _DIGEST_BLOCKS, _WHOLE_DIGEST)}
 

@@ -130,8 +130,11 @@ class TableAdapter:
         return head | self._fields_of(answers[0])
 
     def _fields_of(self, answer: Answer, *, is_part: bool = False) -> dict[str, Any]:
-        """Return the fields of an answer in the record's line, or with `is_part` in the list of the record's
-        results."""
+        """Return the fields of an answer in the output line of its record.
+
+        Args:
+            is_part: Return the fields of an entry of `results` instead. The record has a list of prompts.
+        """
         return answer.line()
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:

@@ -295,8 +295,9 @@ class BatchWork:
 
 
 def open_input(path: Path, name: str, most_bytes: int) -> Source:
-    """Return the source of the lines of an uploaded file. Raise JobError for an invalid file, and OSError if the disk
-    fails.
+    """Return the source of the lines of an uploaded file.
+
+    Raise JobError for an invalid file, and OSError if the disk fails.
 
     Args:
         name: the client's name for the file, for errors

@@ -190,8 +190,9 @@ class Batches:
         return batch
 
     def _gives_way(self, batch: OpenBatch, num_answered: int, total: int) -> bool:
-        """Return whether a batch pauses for another tenant's batch. This is rare, because a paused batch reads its
-        input again.
+        """Return whether a batch pauses for another tenant's batch.
+
+        This is rare, because a paused batch reads its input again.
 
         Args:
             num_answered: lines that were answered in this turn

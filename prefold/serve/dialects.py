@@ -119,8 +119,10 @@ async def by_body(context: RequestContext) -> Response:
 
 
 async def models(context: RequestContext) -> Response:
-    """Return the served model under each of its names, and its adapters. With the header anthropic-version, use
-    Anthropic's form."""
+    """Return the served model under each of its names, and its adapters.
+
+    With the header anthropic-version, use Anthropic's form.
+    """
     data = entries(context)
     if not is_for_anthropic(context):
         return json_response({"object": "list", "data": data})
@@ -249,8 +251,10 @@ async def tokenize_inputs(context: RequestContext) -> Response:
 
 
 def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
-    """Return the tokens of each text in TEI's form. Added special tokens have no position in the text. Raise
-    InputError."""
+    """Return the tokens of each text in TEI's form.
+
+    Added special tokens have no position in the text. Raise InputError.
+    """
     tokenizer, count, lists = llm.tokenizer, 0, []
     is_special = cache(lambda id: tokenizer.decode([id], skip_special=True) == "" != tokenizer.decode([id]))
     before, behind = (

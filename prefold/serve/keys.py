@@ -140,8 +140,10 @@ class Keys:
         return self.limits_of(owner or None).max_stored_bytes
 
     def tenant(self, header: Mapping[str, str]) -> Tenant | None:
-        """Return the tenant of the key in a request's headers (Authorization: Bearer KEY, or x-api-key: KEY), or
-        None."""
+        """Return the tenant of the key in a request's headers, or None.
+
+        The header is "Authorization: Bearer KEY" or "x-api-key: KEY".
+        """
         if self._path is None:
             return ANONYMOUS
         scheme, _, key = header.get("authorization", "").partition(" ")

@@ -415,13 +415,17 @@ class Task:
         return item if isinstance(item, (self.item_type, Mapping)) else self.item_type(item)
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
-        """Check an item and add its texts to a batch. Return a function that makes the Work after the batch is
-        encoded."""
+        """Check an item and add its texts to a batch.
+
+        Return a function that makes the Work after the batch is encoded.
+        """
         raise NotImplementedError
 
     def finish(self, note: Any, results: Sequence[Any]) -> Answer:
-        """Return the answer to an item. `note` and `results` are the Work's note and the results of its requests, in
-        order."""
+        """Return the answer to an item.
+
+        `note` and `results` are the Work's note and the results of its requests, in order.
+        """
         raise NotImplementedError
 
     def calibration_items(self) -> list[Any]:
@@ -470,8 +474,10 @@ def encode_alone(tokenizer: Tokenizer | None, add: Callable[[TextBatch], Callabl
 
 
 def cut_end(ids: np.ndarray, over: int, field: str, *, left: bool = False) -> np.ndarray:
-    """Return ids without the last `over` ids, or with `left` without the first. Raise InputError if that cuts an
-    image."""
+    """Return ids without the last `over` ids, or with `left` without the first.
+
+    Raise InputError if that cuts an image.
+    """
     rest = ids[over:] if left else ids[: ids.size - over]
     check_cut(ids, rest, field)
     return rest

@@ -153,8 +153,10 @@ class ClassifyTask(Task):
 
     @cached_property
     def _around(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-        """Return (the ids of the prompt before a text, (ids between text and label, ids of the label) for each
-        label)."""
+        """Return (the ids of the prompt before a text, the ids after the text for each label).
+
+        The ids for a label are (ids between text and label, ids of the label).
+        """
         batch = TextBatch(self.inputs.tokenizer)
         head = batch.add(self.prompt.head)
         tails = [add_joint(batch, self.prompt.tail, label) for label in self.words]

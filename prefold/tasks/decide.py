@@ -173,8 +173,10 @@ class DecideTask(Task):
         return own | {"adapter": self.inputs.adapter}
 
     def calibrate(self, calibration: Calibration, checkpoint: Checkpoint) -> None:
-        """Correct all answers by a calibration. Raise InputError if its model, prompt or questions differ from the
-        task's."""
+        """Correct all answers by a calibration.
+
+        Raise InputError if its model, prompt or questions differ from the task's.
+        """
         calibration.check_source(**self.source(checkpoint))  # type: ignore[arg-type]
         if self.questions:
             calibration.check_names([question.name for question in self.questions])

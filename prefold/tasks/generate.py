@@ -295,8 +295,10 @@ class GenerateTask(Task):
         return cut_columns(tokenizer, every, make, len, room) if every else None
 
     def _encode_pictured(self, whole: str, pictures: list[Picture], salt: str, text: str) -> np.ndarray:
-        """Return the ids of a prompt with images that was cut to `text`. Raise InputError if the cut removed an
-        image."""
+        """Return the ids of a prompt with images that was cut to `text`.
+
+        Raise InputError if the cut removed an image.
+        """
         assert self.inputs.images is not None
         placeholder = self.inputs.images.processor.placeholder
         if text.count(placeholder) < whole.count(placeholder):

@@ -293,8 +293,10 @@ class AnswersFile:
         return [ModelRows(number, json.loads(identity), *counts) for number, identity, *counts in rows]
 
     def with_requests(self, model: int, count: int) -> list[tuple[bytes, bytes, bytes]]:
-        """Return (key, request, answer) of at most `count` random answers of a model that were stored with their
-        request."""
+        """Return (key, request, answer) of at most `count` random answers of a model.
+
+        Only answers that were stored with their request are returned.
+        """
         query = """SELECT r.key, r.request, a.answer FROM requests r JOIN answers a ON a.key = r.key
             WHERE a.model = ? ORDER BY random() LIMIT ?"""
         with self._lock:
@@ -328,8 +330,10 @@ class AnswersFile:
         return wrong + ([f"{broken:,} answers do not match their checksum"] if broken else [])
 
     def close(self) -> None:
-        """Write the new rows and close the file. A damaged file is renamed, so that the next process starts a new
-        one."""
+        """Write the new rows and close the file.
+
+        A damaged file is renamed, so that the next process starts a new one.
+        """
         self.commit()
         with self._lock:
             with suppress(sqlite3.Error):

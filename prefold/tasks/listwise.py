@@ -39,8 +39,10 @@ class ListReader:
     spare: int = 0
 
     def write(self, query: Text, documents: Sequence[Text], instruction: str | None) -> list[Text]:
-        """Return the pieces of a prompt. Each mark is a piece: one after each document, and the last one after the
-        query."""
+        """Return the pieces of a prompt.
+
+        Each mark is a piece: one after each document, and the last one after the query.
+        """
         raise NotImplementedError
 
     def scores(self, prompts: Sequence[np.ndarray]) -> np.ndarray:
@@ -210,8 +212,10 @@ class ListTask(Task):
         return cut_end(document, over, name, left=left) if over < document.size else document
 
     def _requests(self, ids: np.ndarray, count: int, name: str) -> list[Request]:
-        """Return a request for each document of a prompt, and one for the query. A request ends at the row that is
-        read."""
+        """Return a request for each document of a prompt, and one for the query.
+
+        A request ends at the row that is read.
+        """
         places = np.flatnonzero(np.isin(ids, self._ids))
         if ids[places].tolist() != [self._ids[0]] * count + [self._ids[1]]:
             names = " or ".join(self.reader.marks)

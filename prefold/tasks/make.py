@@ -144,8 +144,10 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
 
 
 def is_reranker(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Return whether a checkpoint was made to rerank: its files say so, or it has a classification head of one
-    label."""
+    """Return whether a checkpoint was made to rerank.
+
+    Its files say so, or it has a classification head of one label.
+    """
     return config.num_labels == 1 or bool(logit_ids(checkpoint)) or bool(names_of(checkpoint, RANKERS))
 
 

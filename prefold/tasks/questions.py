@@ -146,8 +146,10 @@ def field_of(name: str) -> str:
 
 
 def _word(value: object) -> str | None:
-    """Return a true answer as text, or None if the type is wrong. A whole number may come as 5.0, as tables write
-    it."""
+    """Return a true answer as text, or None if the type is wrong.
+
+    A whole number may come as 5.0, as tables write it.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, (bool, np.bool_)):

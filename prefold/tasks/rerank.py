@@ -90,8 +90,10 @@ class _Form:
 
     @classmethod
     def of_settings(cls, settings: PairSettings, tokenizer: Tokenizer) -> tuple[_Form, _Form | None]:
-        """Return (the form without an instruction, the form with one). The latter is None if the checkpoint has
-        none."""
+        """Return (the form without an instruction, the form with one).
+
+        The latter is None if the checkpoint has none.
+        """
         if settings.prompt is None:
             return cls.of_pair(tokenizer), None
         form = cls.of_prompt(settings.prompt, tokenizer)
@@ -217,8 +219,7 @@ class RerankTask(Task):
         return make
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
-        """Join Works of one document each and the same query into one Work, so that the documents are ranked
-        together."""
+        """Join Works with the same query and one document each into one Work, which ranks the documents together."""
         top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n)
 
@@ -233,8 +234,10 @@ class RerankTask(Task):
         return self.inputs.request(tokens, name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
 
     def _cut(self, form: _Form, fields: Mapping[str, Text], body: np.ndarray, over: int, name: str) -> np.ndarray:
-        """Return a body whose document is shorter by at least `over` ids, or the same body if the document is too
-        short."""
+        """Cut the document in a body, so that the body has at least `over` ids less.
+
+        Return the body unchanged if the document is too short.
+        """
         document, left, room = fields["document"], self.truncate == "left", body.size - over
         shortest = body[:room] if form.ends_with_document else body
         if form.ends_with_document and not left and not isinstance(document, FilledTemplate):
@@ -303,8 +306,7 @@ class CosineTask(EmbedTask):
         return lambda: work_of([maker() for maker in makers], pictures, **note)
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
-        """Join Works of one document each and the same query into one Work, so that the documents are ranked
-        together."""
+        """Join Works with the same query and one document each into one Work, which ranks the documents together."""
         top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n, in_pairs=True)
 

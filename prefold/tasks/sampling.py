@@ -100,8 +100,10 @@ def grammar_from(value: Any, field: str = "grammar") -> Grammar:
 
 
 def format_grammar(value: Any) -> dict[str, Any] | None:
-    """Return a pydantic class, or OpenAI's `response_format`, in the form that `grammar_from` accepts; None for plain
-    text."""
+    """Convert a pydantic class, or OpenAI's `response_format`, to the form that `grammar_from` accepts.
+
+    Return None for plain text.
+    """
     if hasattr(value, "model_json_schema"):
         return {"json_schema": value}
     kind = value.get("type") if isinstance(value, Mapping) else None

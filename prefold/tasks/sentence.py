@@ -153,8 +153,10 @@ def _chat_settings(
 
 
 def _takes_parts(checkpoint: Checkpoint, form: str) -> bool:
-    """Return whether the chat template expects a list of parts. "auto" looks for signs of it, as sentence-transformers
-    does."""
+    """Return whether the chat template expects a list of parts.
+
+    "auto" looks for signs of it, as sentence-transformers does.
+    """
     if form != "auto":
         return form == "structured"
     source = folder_templates(checkpoint).get("default", "")
@@ -193,8 +195,10 @@ def _gguf_pooling_type(checkpoint: Checkpoint) -> Any:
 
 
 def is_embedder(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint's files say how it embeds: pooling in sentence-transformers' modules, or in
-    GGUF."""
+    """Return whether the checkpoint's files define the pooling of embeddings.
+
+    These are the modules of sentence-transformers, and the metadata of a GGUF file.
+    """
     modules = checkpoint.read_json("modules.json")
     kinds = [str(module.get("type")) for module in modules or () if isinstance(module, dict)]
     return any(kind.endswith("Pooling") for kind in kinds) or _gguf_pooling_type(checkpoint) in GGUF_POOLING

@@ -134,8 +134,10 @@ class Scoring(Pairs):
     fields: ClassVar = {"query": "text_1", "document": "text_2", "documents": "text_2"}
 
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return one item for one text with one or many others, or an item for each pair. Raise InputError for wrong
-        texts."""
+        """Return one item for one text with one or many others, or an item for each pair.
+
+        Raise InputError for wrong texts.
+        """
         sides = []
         for name, aliases in (("text_1", ("queries", "data_1")), ("text_2", ("documents", "items", "data_2"))):
             texts = next((value for alias in (name, *aliases) if (value := getattr(self, alias)) is not None), None)
@@ -173,8 +175,10 @@ class Classify(Settings):
     use_activation: Annotated[bool | None, doc("false: return logits, or vectors that are not normalised.")] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of a label for each text. Raise UnsupportedModelError for a model without a classification
-        head."""
+        """Return the order of a label for each text.
+
+        Raise UnsupportedModelError for a model without a classification head.
+        """
         return labels_of(self._labels(served, f"classify-{served.id}"), served)
 
     def _labels(self, served: ServedModel, id: str) -> TaskOrder:
@@ -226,8 +230,10 @@ class Pooling(Classify, kw_only=True):
     encoding_format: Encoding = Encoding.float
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of vectors, or of the values of the model's classification head. Raise InputError for wrong
-        fields."""
+        """Return the order of vectors, or of the values of the model's classification head.
+
+        Raise InputError for wrong fields.
+        """
         task, id = "embed" if served.llm.config.num_labels is None else "classify", f"pool-{served.id}"
         if self.task is not None and str(self.task).lower() != task:
             message, remedy = f"'task' is {self.task!r:.100}", f"give one of {task}"

@@ -67,8 +67,10 @@ class TeiEmbed(TeiBody, kw_only=True):
     dimensions: Annotated[Any, doc("Keep only this many values of each vector.", "integer", minimum=1)] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of a vector for each input. Raise UnsupportedModelError for a model with a classification
-        head."""
+        """Return the order of a vector for each input.
+
+        Raise UnsupportedModelError for a model with a classification head.
+        """
         options = {"normalize": self.normalize, **self.options}
         items = [{"text": self.inputs, "dimensions": self.dimensions}]
         order = TaskOrder("embed", items, lambda answers: answers[0].vectors, options, {"text": "inputs"})

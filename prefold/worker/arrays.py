@@ -149,8 +149,9 @@ class Arrays(ABC, Generic[Array]):
 
     @abstractmethod
     def draw(self, logits: Array, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> Array:
-        """Return one token drawn from each of `rows`, int64 [n], as `sampler.draw_scaled` defines; -1 if the row's
-        largest logit is not finite.
+        """Draw one token from each of `rows`, as `sampler.draw_scaled` defines. Return int64 [n].
+
+        The token is -1 if the row's largest logit is not finite.
 
         Args:
             rows: int64 [n].

@@ -262,10 +262,10 @@ def values_of(
 
 
 def logits_and_sums(arrays: Arrays[Array], model: ReadModel[Array], hidden: Array, ids: Sequence[int]) -> Array:
-    """Return float32 [rows, len(ids) + 2] for hidden [rows, hidden]: the logits of `ids`, the log-sum-exp of all
-    logits, and the id of the largest logit.
+    """Return the logits of `ids`, the log-sum-exp of all logits, and the id of the largest logit.
 
-    On a rank other than 0 the values are undefined.
+    `hidden` is [rows, hidden]; the result is float32 [rows, len(ids) + 2]. On a rank other than 0 the values are
+    undefined.
     """
     values = arrays.empty((len(hidden), len(ids) + 2))
     wanted = arrays.send(np.asarray(ids, np.int64))

@@ -158,10 +158,10 @@ def _below_top(probs: np.ndarray, top_k: int) -> np.float32:
 def choose(
     arrays: Arrays[Array], logits: Array, rows: np.ndarray, drawing: Drawing | None
 ) -> tuple[Array, dict[int, TokenLogprobs]]:
-    """Return the token of each read, int64 [p] on the device of the logits, and the requested log-probabilities by
-    read.
+    """Choose the token of each read.
 
-    A token is -1 if all tokens are forbidden, and NOT_FINITE if logits are infinite or NaN. The call waits for the
+    Return (tokens, int64 [p] on the device of the logits; {read: log-probabilities} for the reads that ask for them). A
+    token is -1 if all tokens are forbidden, and NOT_FINITE if logits are infinite or NaN. The call waits for the
     device only if log-probabilities are requested, or on a GPU without Triton.
 
     Args:
@@ -249,8 +249,9 @@ def _places(arrays: Arrays[Array], work: Array, ragged: RaggedLists) -> Array:
 
 
 def _penalise(arrays: Arrays[Array], work: Array, penalties: np.ndarray | None, counts: RaggedLists) -> None:
-    """Apply the penalties: repetition as in CTRL (Keskar et al. 2019), presence and frequency as in OpenAI's API
-    reference."""
+    """Apply the penalties to `work`, in place.
+
+    Repetition is as in CTRL (Keskar et al. 2019), presence and frequency are as in OpenAI's API reference."""
     assert penalties is not None
     weights = penalties.astype(np.float32).repeat(np.diff(counts.offsets), axis=0)
     repetition, presence, frequency = weights.T  # in the order of PENALTIES

@@ -32,8 +32,10 @@ class Counts:
 
     @property
     def saved(self) -> float | None:
-        """Return the share of the done tokens that was not computed, or None while there are more rows than done
-        tokens."""
+        """Return the share of the done tokens that was not computed.
+
+        Return None while more rows than tokens are done.
+        """
         return 1 - self.rows / self.tokens_done if self.tokens_done > self.rows > 0 else None
 
     @property

@@ -273,12 +273,13 @@ class _TileKeys:
             self.farthest = np.maximum.reduceat(positions, starts)
 
     def blocks(self, start: int, stop: int, block_k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return pairs (tile, block), sorted by block, for which the tile sees a key of the block; and whether it sees
-        the block whole.
+        """Return (tile, block, whether the tile sees all keys of the block) for each block that a tile sees.
+
+        The pairs are sorted by block. Without a window, the tiles that see a block are neighbours, because tiles
+        ascend.
 
         Args:
-            start, stop: the range of keys. Without a window, the tiles that see a block are neighbours, because tiles
-                ascend
+            start, stop: the range of keys
         """
         plan = self.plan
         firsts = np.arange(start, stop, block_k)

@@ -218,8 +218,10 @@ class NativeModel:
         return self._score(hidden)
 
     def _room(self, rows: int) -> np.ndarray:
-        """Return memory for logits of this rank's tokens. It is reused: fresh pages would make the product 10 to 33 %
-        slower."""
+        """Return memory for logits of this rank's tokens.
+
+        It is reused: fresh pages would make the product 10 to 33 % slower.
+        """
         size = rows * self.tokens
         if len(self._logits) < size:
             self._logits = np.empty(size, np.float32)

@@ -635,11 +635,10 @@ class NativeProgram:
     def greedy(
         self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> np.ndarray | None:
-        """Run a step over slots, and return the most likely token of each read row, int64. Arguments as in
-        `over_slots`.
+        """Run a step over slots, and return the most likely token of each read row, int64.
 
-        The next step may overwrite the result. Return None without computing anything if the LM head has no compiled
-        form.
+        Arguments as in `over_slots`. The next step may overwrite the result. Return None without computing anything if
+        the LM head has no compiled form.
         """
         if not self._adds_head():
             return None
@@ -687,10 +686,10 @@ class NativeProgram:
     def over_rows(
         self, batch: StreamBatch, path: NativePath, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> tuple[np.ndarray, PathKV]:
-        """Run a stream step. Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above
-        the next step.
+        """Run a stream step.
 
-        The K/V is as in NativePath, for the planes of the program's part.
+        Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above the next step. The K/V
+        is as in NativePath, for the planes of the program's part.
 
         Args:
             x, fields: As in `over_slots`.

@@ -20,8 +20,10 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """The memory layout of one plane: the keys and values of all pairs of slots, KV head by KV head, then one byte per
-    pair and head."""
+    """The memory layout of one plane.
+
+    It has the keys and values of all pairs of slots, KV head by KV head, then one byte per pair and head.
+    """
 
     sizes: KVSizes  # of the keys and values of a row
     dtype: np.dtype  # of rows that are written and read

@@ -203,8 +203,9 @@ def prepare(
 
 
 def forward_stream(model: CausalLM, batch: Batch, path: Path, arguments: Mapping[str, Any]) -> tuple[Tensor, PathKV]:
-    """Run a step. Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above the next
-    step.
+    """Run a step.
+
+    Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above the next step.
 
     Args:
         arguments: Extra arguments of the model call.
