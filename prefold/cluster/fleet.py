@@ -251,7 +251,7 @@ class _Work:
     drawn_tokens: int = 0  # tokens that it generated
     kept_tokens: int = 0  # the part of these tokens that is in answers
     measured_at: float = 0.0  # when its steps were measured last
-    call: RunCall | None = None  # of its last lease
+    call: RunCall | None = None  # the call of the last lease
 
 
 class FleetRun:

@@ -1,5 +1,7 @@
-"""Requests as bodies of OpenAI's API, responses of servers as results, and a stand-in for the checkpoint of a server's
-model. The tasks need the model's name and a tokenizer, but no weights."""
+"""Convert requests to bodies of OpenAI's API, and responses of servers to results.
+
+`remote_model` makes the stand-in for the checkpoint of a server's model. Tasks need the model's name and a tokenizer,
+but no weights."""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ from .replicas import cannot_ask, generation_stats
 MESSAGES = "\x00messages\x00"
 _NOT_KNOWN = -1  # the id of a generated token whose id the server does not send
 
-# Fields of Sampling, which bodies have under the same names: fields for every server; fields that OpenAI's API lacks
-# and most other servers have; fields that are sent if they are not the default.
+# Fields of Sampling that bodies have under the same names. In order: fields for every server; fields that most servers
+# have although OpenAI's API lacks them; fields that are sent if they are not the default.
 _ALWAYS, NOT_OPENAIS, _WHERE_SET = sent_names("openai"), sent_names("vllm"), sent_names("set")
 _DEFAULTS = {f.name: f.default for f in fields(Sampling)}
 
@@ -179,8 +181,8 @@ def generated_of(answer: Any) -> tuple[list[Generated], Stats]:
 def _text_of(message: Mapping[str, Any]) -> str:
     """Return the text of a message.
 
-    Function calls that the server has taken out are put back in the form of Qwen's and Hermes' templates. Readers then
-    find them there for any server.
+    If the server has moved function calls out of the text, they are written into it in the form of Qwen's and Hermes'
+    templates. Readers of the text then find calls from any server.
     """
     parts = [message["content"]] if message.get("content") else []
     for call in message.get("tool_calls") or ():

@@ -56,7 +56,7 @@ _FIRST_CAP = 8  # requests in flight at the start
 _LOOK = 10.0  # timeout in seconds for connecting, /v1/models and /metrics
 _REFUSALS = {
     401: f"the API key was refused (it is read from {API_KEY})",
-    403: "the server refuses to answer",  # the key lacks a permission, or the server does not know its host name
+    403: "the server refuses to answer",  # the key lacks a permission, or the server does not accept its host name
     404: "there is no such model or path",
 }
 _LOGPROBS = ("logprobs", "logits")  # kinds of Readout
@@ -71,7 +71,7 @@ TextOf = Callable[[Any], str]
 class ServedModel:
     """The options of a job's servers, and the facts that all of them share."""
 
-    model: str  # its name on the servers
+    model: str  # the model's name on the servers
     tokenizer: Tokenizer | None  # converts token ids to text for a server that accepts no ids
     takes_ids: bool = True  # whether the token ids of requests are the model's ids
     context: int | None = (
@@ -442,7 +442,7 @@ class HttpReplicas(Replicas):
     repeatedly without an answer in between does not come back.
 
     Args:
-        urls: of the servers, with or without /v1
+        urls: URLs of the servers, with or without /v1
         options: further options of `ServedModel`
     """
 

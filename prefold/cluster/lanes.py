@@ -33,7 +33,7 @@ class _Group:
     handle: Handle
     call: RunCall
     pieces: bool  # whether the text of each sample is put into the handle before the answer
-    tags: list[bytes]  # of its requests
+    tags: list[bytes]  # the tags of the requests
     results: list[Any]
     open: int  # number of requests without an answer
 

@@ -67,7 +67,7 @@ class Source(Protocol):
 
     @property
     def has_waiting(self) -> bool:
-        """Return whether it has requests to send."""
+        """Return whether the source has requests to send."""
 
     @property
     def num_unanswered(self) -> int:
@@ -107,10 +107,10 @@ class Source(Protocol):
 @dataclass(slots=True)
 class _Replica:
     facts: ReplicaFacts
-    progress_at: float  # when it last made progress
+    progress_at: float  # when the replica last made progress
     open: dict[int, OpenLease] = field(default_factory=dict)
     is_paused: bool = False  # gets only suspects
-    call: RunCall | None = None  # of its last lease
+    call: RunCall | None = None  # the call of the last lease
 
 
 class LeaseBook:

@@ -141,8 +141,8 @@ class RayReplicas(Replicas):
             `device` determine how many CPUs and GPUs a replica gets. Without `threads`, a replica gets as many as let
             all replicas fit on the cluster, each on one node.
         count: number of replicas; None: as many as fit on the cluster
-        address: of a cluster; None: the cluster of RAY_ADDRESS, else Ray is started on this machine and ended by
-            `close`
+        address: address of a cluster; None: the cluster of RAY_ADDRESS, else a new cluster on this machine,
+            which `close` ends
         notify: receives messages for the user
     """
 

@@ -139,12 +139,12 @@ class VllmHost(AsyncHost):
     Args:
         model: a folder, or a name that vLLM knows
         options: fields of vLLM's AsyncEngineArgs; `max_num_seqs` also limits the backlog
-        caching: prefixes are shared
+        caching: whether vLLM's prefix cache is on
 
     Raises:
-        MissingExtraError: without vLLM
-        JobError: if vLLM has no such option
-        Exception: vLLM's errors, if it cannot load the model
+        MissingExtraError: vLLM is not installed
+        JobError: vLLM does not have one of the options
+        Exception: vLLM cannot load the model; the error is vLLM's
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], *, caching: bool = True):
@@ -479,7 +479,7 @@ def _guarded(pids: list[int]) -> subprocess.Popen[bytes]:
 
 
 def _has_tokenizer(model: str) -> bool:
-    """Return whether there is a tokenizer. It is False only for a folder without one."""
+    """Return False for a folder without a tokenizer, else True."""
     folder = Path(model)
     return not folder.is_dir() or any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
 

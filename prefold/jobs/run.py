@@ -62,7 +62,7 @@ class Flow:
         Args:
             engine: The engine.
             batch: The requests.
-            see: Called with each window as it is taken.
+            see: Called with each window when the engine takes it.
             stopping: Called after every step and every result. If it returns True, no more lines are written.
             run: As in `results_of`.
         """
@@ -75,7 +75,7 @@ class Flow:
         return not stopping()  # the engine may have stopped because of it
 
     def _take(self, task: Task, tag: bytes, result: Answer) -> None:
-        """Take the result of a request, and write its record's line if the record is complete."""
+        """Store the result of a request, and write its record's line if the record is complete."""
         with self._lock:
             record = self.gather.add(tag, result)
             if record is not None:

@@ -39,13 +39,13 @@ class AttentionKernels(Family):
 
         Args:
             end: the end of each key's interval [j, end[j]).
-            positions: of the keys; None without a window.
+            positions: the position of each key; None without a window.
             first: the first row of each key's span; None without spans.
             placed: write placed runs instead of runs and masked pairs.
 
         Raises:
             ValueError: the intervals are not nested, or positions do not ascend along a path.
-            MemoryError: memory is short.
+            MemoryError: there is not enough memory.
         """
         not_nested = c_int32()
         handle = self._calls["plan_rows"](
@@ -75,7 +75,7 @@ class AttentionKernels(Family):
     ) -> SlotLists:
         """Plan the tiles of queries over slots. The caller must pass contiguous int64 arrays.
 
-        Raise MemoryError if memory is short.
+        Raise MemoryError if there is not enough memory.
 
         Args:
             runs: start, count, position, first and last of `attention.KeyRuns`

@@ -136,8 +136,8 @@ class LogitKernels(Family):
             filters: float64 [n, 4], top_n_sigma, min_p, top_k and top_p, applied in this order.
 
         Raises:
-            ValueError: the logits or filters have another form, or a row does not exist.
-            MemoryError: memory is short.
+            ValueError: the logits or filters have a wrong shape or dtype, or a row does not exist.
+            MemoryError: there is not enough memory.
         """
         if logits.dtype != FLOAT32 or not is_dense(logits):
             raise ValueError(f"cannot draw from {logits.dtype} {list(logits.shape)}; pass contiguous float32 rows")

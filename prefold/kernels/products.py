@@ -126,7 +126,7 @@ class BlockKernels(Family):
     def pack_int8(self, weight: np.ndarray, pool: PanelPool | None = None) -> Blocks:
         """Pack weight [outputs, inputs], float32 or bfloat16, as an int8 matrix for products with int8 rows.
 
-        In each group of a row, the largest number becomes 127 or -127. Raise MemoryError if memory is short.
+        In each group of a row, the largest number becomes 127 or -127. Raise MemoryError if there is not enough memory.
 
         Args:
             pool: provides the memory
@@ -203,7 +203,8 @@ class PackKernels(Family):
             weight: [columns, k], or several such parts, one after the other; float32, bfloat16 or float16, all parts of
                 the same dtype. Rows may have any stride and start at any byte. Rows that are not contiguous are copied.
             pool: provides the memory.
-            dtype: of the packed numbers, one of DTYPES (default: the weight's). Numbers are rounded to nearest even.
+            dtype: the dtype of the packed numbers, one of DTYPES (default: the weight's). Numbers are rounded to
+                nearest even.
             gated: the first half of the columns is gate, the second half up. LANES columns of each alternate, and each
                 half is padded with zeros to whole LANES.
 

@@ -81,7 +81,7 @@ class ProgramKernels(Family):
         Raises:
             ValueError: a slot, a token or a position does not exist.
             CollectiveError: the ranks of a split model did not meet.
-            MemoryError: memory is short.
+            MemoryError: there is not enough memory.
         """
         if failed := self._calls["run_program"](byref(call)):
             wrong = {

@@ -1,4 +1,4 @@
-"""The paths of OpenAI, vLLM, Anthropic, Cohere and TEI. Their bodies are defined in `wire/`."""
+"""The HTTP endpoints of OpenAI's, vLLM's, Anthropic's, Cohere's and TEI's APIs. `wire/` defines their bodies."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def rerank(context: RequestContext) -> Response:
 
 
 async def by_body(context: RequestContext) -> Response:
-    """Answer a request to the server's root path by what its body and the model suggest."""
+    """Answer a request to the root path /. Its body and the model determine the API."""
     kind: type[Body] = TeiEmbed
     if "texts" in context.body:
         kind = TeiRerank
@@ -192,7 +192,7 @@ def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any])
 
     Args:
         special: whether to add the tokenizer's special tokens
-        options: of the task. `max_length` (truncate_prompt_tokens) keeps the last tokens and the special ones.
+        options: options of the task. `max_length` (truncate_prompt_tokens) keeps the last tokens and the special ones.
     """
     ids, _ = located(llm, prompt, "prompt")
     around = (llm.tokenizer.prefix_ids.tolist(), llm.tokenizer.suffix_ids.tolist()) if special else ([], [])

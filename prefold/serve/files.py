@@ -108,7 +108,7 @@ async def upload(context: RequestContext) -> Response:
         ending.push_async_callback(form.close)
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
-            raise InputError("the form has no file", field="file", remedy="give it", code="missing_field")
+            raise InputError("the form has no file", field="file", remedy="add the field file", code="missing_field")
         if purpose not in PURPOSES:
             message, remedy = f"'purpose' is {purpose!r:.100}", 'give "batch", or for images "vision"'
             raise InputError(message, field="purpose", remedy=remedy, code="unsupported")

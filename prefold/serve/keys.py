@@ -37,7 +37,7 @@ class Tenant:
     name: str | None  # as in metrics; None without a file of keys
     admin: bool = False  # whether it may read metrics and manage the cache
     is_batch: bool = False  # whether its requests wait until no other requests are left
-    limits: Limits = UNLIMITED  # of all its keys together
+    limits: Limits = UNLIMITED  # limits of all keys of the tenant together
 
     @property
     def owner(self) -> Owner:

@@ -70,7 +70,7 @@ def check_complete(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:
 
 
 class ListTask(Task):
-    """Reranking for a checkpoint that reads all documents of a query at once. Otherwise as RerankTask.
+    """Reranking for a checkpoint that reads all documents of a query at once. Everything else is as in RerankTask.
 
     The score of a document depends on the documents before it, and all scores depend on the whole list. A list that is
     too long for one prompt is split into several prompts, within the limits of the reader.

@@ -92,7 +92,7 @@ def head_of(checkpoint: Checkpoint) -> Reader | None:
 
 
 def entry_of(checkpoint: Checkpoint, table: Table[T]) -> T | None:
-    """Return what a table makes for a checkpoint, or None. The entry of its architecture comes first."""
+    """Return the object that a function of a table makes for a checkpoint, or None. Its architecture comes first."""
     entries = (table[name](checkpoint) for name in names_of(checkpoint, table))
     return next((entry for entry in entries if entry is not None), None)
 

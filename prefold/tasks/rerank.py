@@ -92,7 +92,7 @@ class _Form:
     def of_settings(cls, settings: PairSettings, tokenizer: Tokenizer) -> tuple[_Form, _Form | None]:
         """Return (the form without an instruction, the form with one).
 
-        The latter is None if the checkpoint has none.
+        The second form is None if the checkpoint does not define it.
         """
         if settings.prompt is None:
             return cls.of_pair(tokenizer), None
@@ -278,8 +278,8 @@ class RerankTask(Task):
 class CosineTask(EmbedTask):
     """Reranking with an embedding model: the score is the cosine of the vectors of query and document.
 
-    Otherwise as RerankTask. Both texts are embedded as the task embed does it, with the checkpoint's default prompt if
-    it has one.
+    Both texts are embedded as in the task embed, with the checkpoint's default prompt if it has one. Everything else is
+    as in RerankTask.
     """
 
     name = "rerank"

@@ -141,7 +141,7 @@ class CountTokens(RequestBody, kw_only=True):
     }
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of a conversation. Raise InputError for a wrong one."""
+        """Return the TaskOrder of a conversation. Raise InputError for wrong fields."""
         chat: Body = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         chat["stop"] = self.stop_sequences
         chat["messages"] = [new for message in self.messages for new in _messages(message)]

@@ -171,7 +171,7 @@ class TaskOrder:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What an order depends on besides its body."""
+    """The served model and the settings of the server that a TaskOrder needs besides the body."""
 
     llm: Any  # the served LLM
     model: str = ""  # the model's name in the response
@@ -262,7 +262,7 @@ class Batchable(Settings, kw_only=True):
         return {**cls.fields, **({"grammar": meta["format"]} if "format" in meta else {})}
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of the request. Raise InputError for wrong values."""
+        """Return the TaskOrder of the request. Raise InputError for wrong values."""
         return self.ordered(served, *self.read({}))
 
     def ordered(self, served: ServedModel, items: Sequence[Any], meta: dict[str, Any], **values: Any) -> TaskOrder:

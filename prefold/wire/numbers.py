@@ -175,7 +175,7 @@ class Classify(Settings):
     use_activation: Annotated[bool | None, doc("false: return logits, or vectors that are not normalised.")] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of a label for each text.
+        """Return a TaskOrder for the label of each text.
 
         Raise UnsupportedModelError for a model without a classification head.
         """
@@ -201,10 +201,10 @@ class Classify(Settings):
         options: Mapping[str, Any],
         **more: Any,
     ) -> TaskOrder:
-        """Return the order of an item for each text.
+        """Return a TaskOrder with one item for each text.
 
         Args:
-            served: What the order depends on besides the body.
+            served: The served model and the settings of the server.
             id: The id of the response.
             task: The name of the task.
             entry: entry(answer to an item) -> its part of the response.
@@ -230,7 +230,7 @@ class Pooling(Classify, kw_only=True):
     encoding_format: Encoding = Encoding.float
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of vectors, or of the values of the model's classification head.
+        """Return a TaskOrder for vectors, or for the values of the model's classification head.
 
         Raise InputError for wrong fields.
         """
@@ -255,7 +255,7 @@ class Pooling(Classify, kw_only=True):
 
 
 def labels_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
-    """Return the order unchanged. Raise UnsupportedModelError for a model without a classification head."""
+    """Return `order` unchanged. Raise UnsupportedModelError for a model without a classification head."""
     if served.llm.config.num_labels is None:
         message = "the model has no classification head; serve a model ...ForSequenceClassification"
         raise UnsupportedModelError(message)
@@ -295,13 +295,13 @@ class CohereEmbed(Body, kw_only=True):
     remedies: ClassVar = {"texts": "give a list of texts", "embedding_types": f"give some of {', '.join(_FORMS)}"}
 
     def order(self, served: ServedModel, default: Sequence[str] | None = None) -> TaskOrder:
-        """Return the order of a vector for each text, in one or more formats.
+        """Return a TaskOrder for the vector of each text, in one or more formats.
 
         Raise InputError for unknown formats. int8 and uint8 are unknown here, because their scale is only defined by
         models trained for them.
 
         Args:
-            served: What the order depends on besides the body.
+            served: The served model and the settings of the server.
             default: embedding_types of a body without them; None: return a bare list of vectors, as /v1/embed does.
         """
         types = default if self.embedding_types is None else self.embedding_types

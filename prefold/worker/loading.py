@@ -59,7 +59,7 @@ def load(
     dtype: str,
     device: str,
 ) -> Loaded:
-    """Load a model with the executor that `choose_executor` returns. Errors: as documented for `LLM`."""
+    """Load a model with the executor that `choose_executor` returns. The errors are as documented for `LLM`."""
     if options.arithmetic == "int8":
         from .native.int8 import check_options
 

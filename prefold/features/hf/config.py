@@ -98,7 +98,7 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
     UnsupportedModelError if transformers is not installed or lacks the model.
 
     Args:
-        is_known: prefold has a family for it
+        is_known: prefold has a family for the architecture
     """
     if is_known and not environment.wants_transformers():
         return None

@@ -29,7 +29,7 @@ class StateStream(WindowPlanner):
     end of the last path. The next window continues from the deepest of these states that it can use.
 
     Args:
-        arguments: as for WindowPlanner
+        arguments: the arguments of WindowPlanner
         before: the planner of the previous window of the stream
         note: called after each step with the number of stored states
         options: as for WindowPlanner

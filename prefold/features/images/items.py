@@ -40,7 +40,7 @@ class ImageSummary:
 
     height: int
     width: int
-    digest: bytes  # of its pixels
+    digest: bytes  # digest of the pixels
     animated: bool  # it is the first of several frames
 
     @classmethod
@@ -99,7 +99,7 @@ class ImageLoader:
 
     Attributes:
         value: the content of its file, a place to read it from, or its pixels
-        digest: of its pixels; reading it again must return the same pixels
+        digest: digest of the image's pixels; reading the image again must return the same pixels
         tiles: number of tiles
         rows: rows per tile
         recent: cache of recently decoded images

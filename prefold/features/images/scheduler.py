@@ -85,8 +85,8 @@ NO_TILES = np.empty((0, 0, 0, 0), np.float32)  # the tiles of an image that cann
 class _EncodedImage:
     """An image that is encoded: the worker has its rows."""
 
-    salt: str  # of its requests
-    last_id: int  # of its last row
+    salt: str  # the salt of the requests with this image
+    last_id: int  # the id of the image's last row
     size: int  # bytes
 
 

@@ -116,7 +116,7 @@ class ReplicaImages:
 
     Args:
         table: the MediaTable of the replica's engine
-        processor: of the replica's model
+        processor: the processor of the replica's model
     """
 
     def __init__(self, table: Any, processor: Processor):

@@ -69,7 +69,7 @@ class MediaTable:
             rows_per_tile: rows of each tile
             span: each tile's rows form one span
             load: returns the tiles as the tower reads them
-            salt: of the requests, which separates tenants
+            salt: the salt of the requests, which separates tenants
         """
         name = (salt, key)
         if len(self._ids) > 2 * self._in_use + SLACK:

@@ -34,7 +34,7 @@ from .options import ShiftedReuse
 class RowMove:
     """A copy of rows for a request."""
 
-    key: Hashable  # of the request
+    key: Hashable  # the key of the request
     message: MoveRows
 
     def __len__(self) -> int:

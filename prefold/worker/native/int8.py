@@ -98,7 +98,7 @@ def probe_tokens(tokenizer: Tokenizer | None, config: ModelConfig) -> np.ndarray
 class Report:
     """The effect of int8 on the probe text."""
 
-    cosines: dict[int, float] = field(default_factory=dict)  # of each layer's update, by layer; mean over the rows
+    cosines: dict[int, float] = field(default_factory=dict)  # {layer: cosine of its updates}, the mean over rows
     kept_layers: list[int] = field(default_factory=list)  # layers that stay in the dtype's arithmetic
     logits: float | None = None  # minimum cosine of a row's logits; None: there is no LM head
     num_requantised: int = 0  # matrices quantised twice, because a panel would mix columns of two types

@@ -327,7 +327,7 @@ def load_worker(
     dtype: str,
     ranks: OneRank[np.ndarray] | None = None,
 ) -> Loaded:
-    """Load the model of a checkpoint. Errors: as documented for `LLM`.
+    """Load the model of a checkpoint. The errors are as documented for `LLM`.
 
     Args:
         ranks: This rank's view of a split model; None: this process has the whole model.

@@ -55,7 +55,7 @@ class StreamBatch:
     scatter: np.ndarray | None  # int64, of a folded step, else None
     plans: dict[int | None, RowPlan]  # by sliding window; every row queries
     read_plans: dict[int | None, RowPlan]  # by sliding window; only read rows query, for the last layer
-    read_order: np.ndarray | None  # of a folded step: sorts the read rows by their stream rows; else None
+    read_order: np.ndarray | None  # sorts the read rows by their stream rows; None if the step is not folded
     keep_path: np.ndarray  # the rows of the carried path that stay
     keep_new: np.ndarray  # the new rows of the stream that join the path
     pool: PoolPlan[np.ndarray] | None = None  # for readout "mean", if the step reads anything

@@ -25,9 +25,9 @@ class StoreLayout:
     It has the keys and values of all pairs of slots, KV head by KV head, then one byte per pair and head.
     """
 
-    sizes: KVSizes  # of the keys and values of a row
-    dtype: np.dtype  # of rows that are written and read
-    stored: np.dtype  # of the numbers in memory: float32 rows may be stored as bfloat16
+    sizes: KVSizes  # sizes of the keys and values of a row
+    dtype: np.dtype  # dtype of rows that are written and read
+    stored: np.dtype  # dtype in memory: float32 rows may be stored as bfloat16
     interleaved: bool  # the two values of a pair of slots lie side by side, because a bfloat16 kernel sums both at once
 
     @classmethod

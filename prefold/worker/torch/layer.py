@@ -86,7 +86,7 @@ class Layer(nn.Module):
         """Return the residual stream x + delta [rows, hidden] after this layer, as x and delta. It may overwrite x.
 
         Args:
-            kept: Other buffers that pass from layer to layer; updated in place. Other arguments: as in `Rows`.
+            kept: Other buffers that pass from layer to layer; updated in place. Other arguments are as in `Rows`.
         """
         buffers = {X: x} | (kept or {})
         rows = Rows(buffers, delta, attend, cos_sin, read, adapters, ops, self.ranks, states, positions=positions)
@@ -116,7 +116,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Run operations without attention on the residual stream x + delta [rows, hidden], and return one buffer.
 
-        It may overwrite x. Other arguments: as in `Rows`
+        It may overwrite x. Other arguments are as in `Rows`.
         """
         rows = Rows({X: x}, delta, None, None, read, adapters, ops, self.ranks, states)
         self.run(rows)

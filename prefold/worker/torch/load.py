@@ -40,7 +40,7 @@ def load_worker(
     device: str,
     ranks: SomeRank | None = None,
 ) -> Loaded:
-    """Load the model of a checkpoint. Errors: as documented for `LLM`.
+    """Load the model of a checkpoint. The errors are as documented for `LLM`.
 
     Args:
         ranks: This rank's view of a split model; None: this process has the whole model.

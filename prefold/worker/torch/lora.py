@@ -154,7 +154,7 @@ def load_adapter(
     name: str | None = None,
     ranks: Alone = ALONE,
 ) -> Adapter:
-    """Load the adapter in a PEFT folder for a model of `config`. Arguments and errors: as in `read_adapter`
+    """Load the adapter in a PEFT folder for a model of `config`. Arguments and errors are as in `read_adapter`.
 
     Args:
         dtype, device: The model's.

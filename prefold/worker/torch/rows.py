@@ -138,7 +138,7 @@ class Batch:
     scatter: Tensor | None  # int64, of a folded step, else None
     plans: dict[int | None, RowPlan]  # by sliding window; every row queries
     read_plans: dict[int | None, RowPlan]  # by sliding window; only read rows query, for the last layer
-    read_order: Tensor | None  # of a folded step: sorts the read rows by their stream rows; else None
+    read_order: Tensor | None  # sorts the read rows by their stream rows; None if the step is not folded
     keep_path: Tensor  # the rows of the carried path that stay
     keep_new: Tensor  # the new rows of the stream that join the path
     pool: PoolPlan[Tensor] | None = None  # for readout "mean", if the step reads anything

@@ -182,7 +182,7 @@ class RowAttention:
         path: int = 0,
         first: np.ndarray | None = None,
     ) -> RowPlan:
-        """Return the plan of a step with the kernels' tables. Arguments and errors: as in `plan_rows`
+        """Return the plan of a step with the kernels' tables. Arguments and errors are as in `plan_rows`.
 
         Args:
             path: Number of keys in the carried path, which come first.

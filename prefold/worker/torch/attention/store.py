@@ -191,7 +191,7 @@ class KVStore:
         window: int | None = None,
         plane: int = 0,
     ) -> SlotPlan:
-        """Return the plan of a step for attention over a plane. Arguments and errors: as in `plan_slots`"""
+        """Return the plan of a step for attention over a plane. Arguments and errors are as in `plan_slots`."""
         group, is_compiled = self.heads[plane].group, self.compiled is not None
         return plan_slots(runs, num_queries, query_positions, window, group=group, compiled=is_compiled)
 
