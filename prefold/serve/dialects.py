@@ -119,10 +119,7 @@ async def by_body(context: RequestContext) -> Response:
 
 
 async def models(context: RequestContext) -> Response:
-    """Return the served model under each of its names, and its adapters.
-
-    With the header anthropic-version, use Anthropic's form.
-    """
+    """Return the model's names and its adapters, in Anthropic's form if there is a header anthropic-version."""
     data = entries(context)
     if not is_for_anthropic(context):
         return json_response({"object": "list", "data": data})

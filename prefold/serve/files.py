@@ -201,7 +201,7 @@ async def content(context: RequestContext) -> Response:
 
 
 async def delete_file(context: RequestContext) -> Response:
-    """Delete a file. Raise Refusal (409) if a batch still reads the file."""
+    """Delete a file. The status is 409 if a batch still reads the file."""
     owner, _, batches = _stores(context)
     body = await _named_object(context, "file")
     if not await asyncio.to_thread(batches.forget_file, owner, body["id"]):

@@ -68,10 +68,7 @@ def openai_error(status: int, message: str, code: str, param: str | None) -> tup
 
 
 class StreamOptions(Body):
-    """Which chunks of a stream contain the usage.
-
-    With `include_usage` one more chunk at the end has it. With `continuous_usage_stats` all other chunks have it too.
-    """
+    """Which chunks have the usage: one last chunk (`include_usage`), also all others (`continuous_usage_stats`)."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
