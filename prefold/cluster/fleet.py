@@ -497,7 +497,7 @@ class FleetRun:
             self._pictures.lose(name)
         for tag in self.book.lose(name, died=loss.died):
             message = f"replicas were lost while they ran this record, the last one ran it alone: {loss.reason}"
-            remedy = "check what is unusual about the record, or run it again by itself"
+            remedy = "check the record for unusual content, or run it alone"
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
     def _kill_hung(self) -> None:

@@ -206,8 +206,8 @@ class ReplicaLoad:
         """Record the end of a request.
 
         Args:
-            booked: its (prefill rows, limit of its output) as of `send`
-            actual: its (prefill rows, decode rows) that were computed
+            booked: (prefill rows, limit of the output) of the request, as passed to `send`
+            actual: (prefill rows, decode rows) that were computed
         """
         self.requests -= 1
         self.prefill_rows -= booked[0]

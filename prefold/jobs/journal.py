@@ -138,7 +138,7 @@ class Journal:
 
         Args:
             errors: number of error lines so far
-            extras: what the end of the job needs about these records
+            extras: the `extra` values of these records (see `Output.extras`)
         """
         for number in numbers:
             if not self.done.add(number):

@@ -293,7 +293,7 @@ class FileOutput(Output):
         self.before_commit()
         data = b"".join(line for _, line, _ in self._pending)
         try:
-            with writing(self.lines_path, "what is written is kept", RESUME):
+            with writing(self.lines_path, "written lines are kept", RESUME):
                 self._begin()
                 num_bytes = 0
                 while num_bytes < len(data):
@@ -307,7 +307,7 @@ class FileOutput(Output):
             self._broken = error
             raise
         except BaseException:  # for example a second Ctrl-C: a later commit must not write these lines again
-            self._broken = JobError(f"writing {self.lines_path} was interrupted; what is written is kept")
+            self._broken = JobError(f"writing {self.lines_path} was interrupted; written lines are kept")
             raise
 
     def finish(self) -> None:

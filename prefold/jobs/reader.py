@@ -186,12 +186,12 @@ class Reader:
     """Reads the source of a job in its own thread, in one of three modes.
 
     - spooled: requests of each task go into a spool. `batches` yields the spools after the whole input is read.
-    - early: as spooled, but the first task also has a feed. `batches` yields it at once. Requests that engines want go
-      into the feed, the others into the spool. The feed ends with the input; then the spool is complete.
+    - early: as spooled, but the first task also has a feed, which `batches` yields at once. Requests that engines ask
+      for go into the feed, the others into the spool. The feed ends with the input; then the spool is complete.
     - live (`Job.streaming`): requests of each task go into a feed. `batches` yields the feed that has waited longest,
       again and again. The reader waits for free capacity in a feed.
 
-    Spooled and early make one stream of the whole input. Live makes streams of what is there.
+    Spooled and early make one stream of the whole input. Live makes streams of the requests that wait.
 
     Known answers (`Job.kept`) go to `deliver`, called with the task, the tag and the answer.
 
@@ -201,7 +201,7 @@ class Reader:
     Attributes:
         has_work: set at the first request, or when it is certain that there is none; the owner waits for it before it
             loads a model
-        has_requests: valid after `has_work` is set: whether there is a request
+        has_requests: whether there is a request; valid after `has_work` is set
         has_ended: set when everything is read (live: no feed gets more requests), or when reading failed
         is_loaded: set by the owner when the job's model is loaded
     """

@@ -210,7 +210,7 @@ class Interrupted(JobError):
     """Raised if a signal has stopped the job. Finished lines are written. `signal` is the number of the signal."""
 
     def __init__(self, number: int):
-        super().__init__("the job was interrupted; what is done is written")
+        super().__init__("the job was interrupted; finished records are written")
         self.signal = number
 
 

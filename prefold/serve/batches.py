@@ -40,7 +40,7 @@ class Batches:
         look_seconds: a thread looks for work at least this often
         retry_seconds: a batch that failed is tried again after this time
         lines_a_turn: lines that a batch answers before it pauses for another tenant's batch
-        work: what the threads do for a batch, once `start` was called
+        work: the function that the threads call for a batch, once `start` was called
     """
 
     def __init__(self, store: Store, log: Callable[[Exception], None]):

@@ -395,7 +395,7 @@ class Task:
 
     name: str  # key in `tasks.make.TASKS`
     inputs: Inputs
-    readout: Readout  # what the engine reads for every request
+    readout: Readout  # the Readout of every request
     item_type: type  # dataclass of an item; `prepare` also accepts mappings with its fields
     is_listwise: bool = False  # all documents of a query must be in one item, because one prompt ranks them
 

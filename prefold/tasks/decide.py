@@ -163,7 +163,7 @@ class DecideTask(Task):
         return self.review_below is not None or self.calibration is not None
 
     def source(self, checkpoint: Checkpoint) -> dict[str, str | None]:
-        """Return what the probabilities depend on besides the questions, as fields of a Calibration."""
+        """Return the model, prompt format and adapter that probabilities depend on, as fields of a Calibration."""
         settings, identity = self.settings, model_identity(checkpoint)
         order = [self.write.__name__, self.first] if settings.template is None else []
         labels = {kind: [*settings.labels_of(kind)] for kind in KINDS}

@@ -55,7 +55,7 @@ class ModelRows(NamedTuple):
     """The answers of one model."""
 
     number: int
-    identity: Mapping[str, object]  # as of `answers_identity`
+    identity: Mapping[str, object]  # the result of `answers_identity`
     answers: int  # number of answers
     bytes: int  # size of all answers
     used: int  # last use of any answer, in seconds since 1970

@@ -137,7 +137,7 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
     settings = pair_settings(checkpoint, inputs.tokenizer if o.template is None else None)
     if settings.activation not in ACTIVATIONS and not o.raw_scores:
         raise UnsupportedModelError(
-            f"{checkpoint.name} makes scores of logits by activation_fn {settings.activation!r}; prefold knows "
+            f"{checkpoint.name} makes scores of logits by activation_fn {settings.activation!r}; prefold supports "
             f"{', '.join(ACTIVATIONS)}; ask for raw_scores (--raw-scores), the logits themselves"
         )
     return RerankTask(inputs, o, settings)

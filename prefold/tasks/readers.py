@@ -26,7 +26,7 @@ class Reader:
     """A reader of the scores of a question's options from rows of its prompt.
 
     Attributes:
-        readout: what the engine reads from a row
+        readout: the Readout of the rows
         settings: how the prompt is written
         max_length: maximum tokens of a prompt that the head was made for; None: the model's limit
     """
@@ -49,7 +49,7 @@ class Reader:
         last two are None if there are no labels.
 
         Args:
-            values: what was read before each mark, float64
+            values: the values that were read before each mark, float64
         """
         raise NotImplementedError
 

@@ -137,7 +137,7 @@ class RerankTask(Task):
         """Raise InputError for a wrong template or wrong words, and if there is no tokenizer.
 
         Args:
-            settings: what the checkpoint's files say about pairs; None: compare the logits of the words
+            settings: the settings for pairs in the checkpoint's files; None: compare the logits of the words
         """
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")

@@ -80,7 +80,7 @@ def _embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
     kinds = [kind for kind, _ in steps]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UnsupportedModelError(
-            f"{checkpoint.name} has the sentence-transformers modules {', '.join(kinds)}; prefold knows Transformer,"
+            f"{checkpoint.name} has the sentence-transformers modules {', '.join(kinds)}; prefold supports Transformer,"
             " Pooling and then, if wanted, Normalize"
         )
     if steps[0][1]:
@@ -132,7 +132,7 @@ def _chat_settings(
             does = "embeds" if output == "last_hidden_state" else "scores"
             raise UnsupportedModelError(
                 f"{checkpoint.name} {does} by its own method ({name} of modality_config in sentence_bert_config.json);"
-                f" prefold knows forward and {output}"
+                f" prefold supports forward and {output}"
             )
     processing = {name: values for name, values in (transformer.get("processing_kwargs") or {}).items() if values}
     accepted = {"chat_template"} if "message" in modalities else set()
@@ -182,7 +182,9 @@ def _pooling_mode(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Pooling:
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in POOLING_MODES:
         choices = ", ".join(POOLING_MODES)
-        raise UnsupportedModelError(f"{checkpoint.name} pools by {' and '.join(modes)}; prefold knows one of {choices}")
+        raise UnsupportedModelError(
+            f"{checkpoint.name} pools by {' and '.join(modes)}; prefold supports one of {choices}"
+        )
     return POOLING_MODES[modes[0]]
 
 
@@ -295,7 +297,7 @@ def logit_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     if is_cross_encoder and kinds not in ([], ["Transformer"], ["Transformer", "LogitScore"]):
         raise UnsupportedModelError(
             f"{checkpoint.name} has the modules {', '.join(kinds)} of sentence-transformers' CrossEncoder; prefold"
-            " knows Transformer and then, if wanted, LogitScore"
+            " supports Transformer and then, if wanted, LogitScore"
         )
     if kinds[-1:] != ["LogitScore"]:
         return ()

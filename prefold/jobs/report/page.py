@@ -64,8 +64,8 @@ class TreeShape:
     def data(self, decode: Callable[[np.ndarray], str] | None, *, max_nodes: int = 2000) -> dict[str, Any]:
         """Return the data of a drawing: its nodes, and the places where most paths diverge.
 
-        "nodes" is as of `to_data`; each node also has the running sequences below it and its owner. "parting" is a list
-        of [owner, end of the shared text, its tokens, branches, paths].
+        "nodes" is as in the result of `to_data`; each node also has the running sequences below it and its owner.
+        "parting" is a list of [owner, end of the shared text, its tokens, branches, paths].
         """
         if not self.owners:
             return {"nodes": [], "parting": []}

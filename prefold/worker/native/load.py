@@ -35,7 +35,7 @@ from .program import COMPILE
 from .worker import NativeWorker
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
-# Memory is plenty if all weights, in the dtype, need at most this share of free memory. Then speed decides.
+# There is plenty of memory if all weights, in the dtype, need at most this share of free memory. Then speed decides.
 COMFORTABLE = 0.5
 # A mixture is sparse if it has at least this many times as many experts as a row uses: few rows share an expert.
 SPARSE = 8
@@ -228,7 +228,7 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
     Args:
         wish: "dtype": none. "file": every matrix whose type has kernels. "auto" and "fast": the same, with exceptions.
 
-    A split model keeps none. If memory is plenty, "auto" and "fast" also keep none if the dtype is faster:
+    A split model keeps none. If there is plenty of memory, "auto" and "fast" also keep none if the dtype is faster:
 
     - a batch-invariant model, because it multiplies few rows like many
     - "auto" in bfloat16 on a CPU without bfloat16 multiplication, except for the experts of a sparse mixture
