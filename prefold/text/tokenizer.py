@@ -206,9 +206,9 @@ class Tokenizer:
         return texts
 
     def cut_at(self, text: str, start: int) -> int:
-        """Return a place near the start of the line at `start` where a text may be cut; 0 if there is none.
+        """Return the allowed cut directly before or after the newline above `start`; 0 if no cut is allowed.
 
-        The place is directly before or after a newline. The ids of the two parts, joined, are the ids of the text.
+        The ids of the two parts, joined, are the ids of the text.
         """
         return self._line_cuts.at(text, start) if self._line_cuts else 0
 

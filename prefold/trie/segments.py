@@ -84,7 +84,7 @@ class StreamCost:
         # _before[c]: the cost of all prompts before prompt c.
         # _gain[c]: _before[c] minus the cost of the path above prompt c. A segment that starts at c computes this path
         # again. With a cost of `limit` it ends at the last prompt e with _before[e] <= limit + _gain[c]. So of all
-        # places where a segment can end, the place with the largest gain lets the next segment end last.
+        # possible ends of a segment, the end with the largest gain lets the next segment end last.
         self._before = np.concatenate(([0.0], np.cumsum(own_rows)))
         self._gain = self._before.copy()
         self._gain[:-1] -= path

@@ -136,8 +136,8 @@ def test_an_image_is_computed_once_for_all_questions(case):
 @pytest.mark.parametrize(
     ("images", "says"),
     [
-        ({"img-9": RED}, "'img-9' of an image stands neither in the state"),
-        ({"": RED}, "no text, or empty"),
+        ({"img-9": RED}, "'img-9' of an image occurs neither in the state"),
+        ({"": RED}, "is not a text, or is empty"),
         ("x.png", "not a list"),
         ([b"GIF89a"], "images[0]"),
         ([RED] * 65, "65 images"),
@@ -154,7 +154,7 @@ def test_a_prompt_is_never_cut_within_its_images(case):
     with pytest.raises(InputError, match="makes a prompt of"):
         case.llm.decide("long " * 100, question, images=[RED], max_length=60, truncate=True)
     assert len(case.llm.decide(["a", "b"], question, images=[None, [RED]])) == 2
-    with pytest.raises(InputError, match="images of each of 2 states"):
+    with pytest.raises(InputError, match="an entry for each of 2 states"):
         case.llm.decide(["a", "b"], question, images=[RED])
 
 
