@@ -1,4 +1,4 @@
-"""Convert arguments of LLM's methods to items of tasks. Raise InputError, which names the argument."""
+"""Convert the arguments of LLM's methods to items of tasks. Every InputError names the wrong argument."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = Mapping[str, object]  # {"role": "user", "content": "..."}
 
 
 class TensorLike(Protocol):
-    """A PyTorch tensor of token ids, typed without importing torch."""
+    """The type of PyTorch tensors of token ids, declared without importing torch."""
 
     def detach(self) -> object: ...
     def cpu(self) -> object: ...
@@ -47,7 +47,7 @@ def refuse_table(value: Any, argument: str) -> None:
         return
     names = [str(name) for name in names]
     column = next((name for name in names if name in USUAL_COLUMNS), names[0] if names else "text")
-    # Relations and lazy frames must be computed before a column can be taken.
+    # DuckDB relations and Polars lazy frames must be computed before a column can be selected.
     compute = next((f".{step}()" for step in ("fetchnumpy", "collect") if hasattr(value, step)), "")
     raise InputError(
         f"{argument} is a table, of type {type(value).__name__}, with the columns {', '.join(names)[:200] or '(none)'}",
@@ -58,7 +58,7 @@ def refuse_table(value: Any, argument: str) -> None:
 
 
 def only_tables(**keywords: str | None) -> None:
-    """Raise InputError if a keyword for tables is given without a table."""
+    """Raise InputError if a keyword that only applies to tables is not None. Called if the input is no table."""
     for name, value in keywords.items():
         if value is not None:
             remedy = "leave it out, or give a DataFrame, a PyArrow Table or a DuckDB relation"
@@ -66,7 +66,7 @@ def only_tables(**keywords: str | None) -> None:
 
 
 def refuse_mapping(value: Any, argument: str) -> None:
-    """Raise InputError if a mapping is given instead of texts."""
+    """Raise InputError for a mapping, because iterating it would yield its keys."""
     if isinstance(value, Mapping):
         names = ", ".join(map(str, value))[:200]
         message = f"{argument} is a mapping with the keys {names or '(none)'}"
@@ -75,9 +75,9 @@ def refuse_mapping(value: Any, argument: str) -> None:
 
 
 def as_list(value: Any, argument: str) -> Any:
-    """Return the elements of a Series, an array, a tensor or a generator as a list.
+    """Convert a Series, array, tensor, generator or other iterable to a list of its elements.
 
-    A text, a mapping and None are returned unchanged. Raise InputError for a table, and for a set, which has no order.
+    Return a text, bytes, a mapping or a value that is not iterable unchanged. Raise InputError for a table or a set.
     """
     value = _array(value)
     refuse_table(value, argument)
@@ -93,7 +93,7 @@ def as_list(value: Any, argument: str) -> Any:
 
 
 def items_of(value: Any) -> list[Any]:
-    """Return the items of a task as a list. Raise InputError for a text, a mapping, a table or a set."""
+    """Convert the items of a task to a list. Raise InputError for a single item, a table or a set."""
     items = as_list(value, "items")
     if not isinstance(items, list):
         raise InputError(f"items is {_kind(items)}", field="items", remedy="give a list of items", code="wrong_type")
@@ -101,14 +101,14 @@ def items_of(value: Any) -> list[Any]:
 
 
 def as_items(value: Any, argument: str, *, mapping: bool = False) -> tuple[list[Any], bool]:
-    """Return (list of items, whether a single item was given). An item is a text or its token ids.
+    """Return (list of items, whether a single item was given). An item is a text, or token ids.
 
     Token ids may be in a list, a NumPy array or a PyTorch tensor. The items themselves are not checked.
 
     Args:
         value: One item, or a collection of items.
         argument: Name of the argument, for errors.
-        mapping: Whether a mapping is an item too.
+        mapping: Accept a mapping as an item, instead of raising InputError.
 
     Raises:
         InputError: The value is neither an item nor a collection of items.
@@ -128,15 +128,18 @@ def as_items(value: Any, argument: str, *, mapping: bool = False) -> tuple[list[
 
 
 def as_texts(value: Any, argument: str) -> tuple[list[Any], bool]:
-    """Like `as_items`, but each item that is neither a text nor token ids is replaced by an InputError."""
+    """Like `as_items`, but replace an item by an InputError if it is a list of texts, or an array that is not 1-D."""
     items, single = as_items(value, argument)
     return [_text(item) for item in items], single
 
 
 def chats_of(messages: Any) -> tuple[list[Any], bool]:
-    """Return (items of generation, whether a single conversation was given), for one conversation or a list of them.
+    """Return (items for generation, whether a single conversation was given).
 
-    Raise InputError unless `messages` is a list, Series, array or generator.
+    Raise InputError if `messages` is not a list, Series, array or generator.
+
+    Args:
+        messages: A conversation (a list of messages), or a list of conversations.
     """
     messages = as_list(messages, "messages")
     if not isinstance(messages, (list, tuple)):
@@ -150,7 +153,7 @@ def chats_of(messages: Any) -> tuple[list[Any], bool]:
 def take_adapters(items: list[Any], single: bool, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return (items, options of the task). If the option `adapter` is a list, move its names into the items.
 
-    Raise InputError if the list does not have one name or None per item, or if a single item was given.
+    Raise InputError if a single item was given, or if the length of the list is not the number of items.
     """
     adapter = options.get("adapter")
     if not isinstance(adapter, (list, tuple)):
@@ -176,10 +179,13 @@ def _with_adapter(item: Any, name: str | None) -> Any:
 
 
 def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[ScoreItem]], bool, bool]:
-    """Return (pairs of each prompt, whether a single prompt was given, whether continuations were given as lists).
+    """Pair each prompt with each of its continuations.
 
-    One prompt has one continuation, or a list of continuations. In a list of prompts, each prompt has one continuation,
-    or each has a list.
+    A prompt has one continuation, or a list of continuations. In a list of prompts, either every prompt has one
+    continuation, or every prompt has a list.
+
+    Returns:
+        (the pairs of each prompt, whether a single prompt was given, whether continuations were given as lists)
     """
     texts, single = as_items(prompts, "prompts")
     items, is_single = as_items(continuations, "continuations")
@@ -201,14 +207,19 @@ def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[ScoreItem]], bo
 
 
 def check_errors(errors: str) -> bool:
-    """Return whether `errors` is "return". Raise InputError if it is neither "raise" nor "return"."""
+    """Return True for "return" and False for "raise". Raise InputError for any other value."""
     if errors not in ("raise", "return"):
         raise InputError(f"errors is {errors!r}", field="errors", remedy='use "raise" or "return"')
     return errors == "return"
 
 
 def first_error(results: Sequence[T | InputError], argument: str = "", *, single: bool = False) -> list[T]:
-    """Return the results, or raise the first InputError among them, with its item's index unless `single`."""
+    """Return the results if none is an InputError. Else raise the first one, with the number of its item.
+
+    Args:
+        argument: Name of the argument with the items, for the error.
+        single: Leave the item's number out, because the caller passed a single item.
+    """
     good: list[T] = []
     for number, result in enumerate(results):
         if isinstance(result, InputError):

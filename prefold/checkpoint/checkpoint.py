@@ -148,7 +148,7 @@ def read_object(checkpoint: Checkpoint, name: str, *, keys: str | None = None) -
 
 
 def served_name(name: str) -> str:
-    """Return the name under which a model is served: the last part of a local path; any other name is unchanged."""
+    """Return the name under which a model is served: the last part of a local path, or the unchanged name."""
     path = Path(name).expanduser()
     return path.resolve().name if path.exists() else name
 

@@ -23,7 +23,7 @@ from .mapped import Extent, MappedFile
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
-# GGML's limit on dimensions, and more weights than any file has.
+# GGML's limit on dimensions, and a limit on the weights of a tensor that no real file reaches.
 MOST_DIMS, MOST_WEIGHTS = 4, 2**60
 # struct codes of the format's value types, by type number.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -75,7 +75,7 @@ class GGUFFile:
             self._bytes.close()
 
     def __reduce__(self) -> tuple[type[GGUFFile], tuple[Path]]:
-        """A copy in another process maps the file again."""
+        """Pickle only the path: the copy in another process maps the file again."""
         return GGUFFile, (self.path,)
 
     def _read_header(self) -> None:
@@ -191,7 +191,7 @@ class GGUFFile:
         return row // block_size * type_size
 
     def extent(self, name: str, first: int, count: int) -> Extent:
-        """Return the place of `count` numbers of a tensor, starting with number `first`."""
+        """Return the place in the file of `count` elements of a tensor, from element number `first` on."""
         tensor = self.tensors[name]
         _, block_size, type_size = _type_of(self.path, tensor)
         start = self._data_start + tensor.offset + first // block_size * type_size

@@ -63,7 +63,10 @@ def _gemma4(gguf: Settings, config: Keys) -> Keys:
     types = windows.get("layer_types", [FULL] * layers)
     widths = _of_each(gguf, WIDTH, ["shared" if number >= layers - shared else "own" for number in range(layers)])
     if widths and widths.get("shared", 0) not in (0, widths["own"], 2 * widths["own"]):
-        raise UnsupportedModelError(f"{gguf.file}: the last {shared} layers have MLPs of {widths['shared']} numbers")
+        raise UnsupportedModelError(
+            f"{gguf.file}: the MLPs of the last {shared} layers have the width {widths['shared']}; it must be"
+            f" {widths['own']} or {2 * widths['own']}"
+        )
     heads = _of_each(gguf, HEADS, types)
     return windows | {
         "model_type": "gemma4_text",

@@ -58,7 +58,7 @@ def _granite(gguf: Settings, config: Keys) -> Keys:
 def _by_sigmoids(
     gguf: Settings, count: str = "n_routed_experts", shared: str = "n_shared_experts", function: int = SIGMOID
 ) -> Keys:
-    """Return the config keys of the mixtures like DeepSeek-V3's.
+    """Return the config keys of mixtures of experts in the form of DeepSeek-V3.
 
     Args:
         count: The key for the number of experts.
@@ -78,7 +78,7 @@ def _by_sigmoids(
 def _afmoe(gguf: Settings, config: Keys) -> Keys:
     """Return the config keys of Trinity.
 
-    As in llama.cpp, every fourth layer has no window and embeddings are scaled; files do not say either.
+    Every fourth layer has no window, and embeddings are scaled. Files contain neither fact, so llama.cpp fixes both.
     """
     found = _by_sigmoids(gguf, "num_experts", "num_shared_experts")
     return windows_of(gguf, 4) | {
@@ -124,8 +124,10 @@ def _gpt_oss(gguf: Settings, config: Keys) -> Keys:
 
 
 def _deepseek(gguf: Settings, config: Keys) -> Keys:
-    """Return the config keys of models with latent attention: DeepSeek V2 and V3, GLM-4.7-Flash, Youtu. Newer files
-    describe the heads over latents, and have the model's own sizes under `..._mla`."""
+    """Return the config keys of models with latent attention: DeepSeek V2 and V3, GLM-4.7-Flash and Youtu.
+
+    Newer files describe heads that attend to latents, and have the model's own head sizes under `..._mla`.
+    """
     tail = gguf.size("rope.dimension_count")
     gguf.get("attention.head_count_kv")  # 1 in newer files
     key, value = (gguf.size(f"attention.{part}_length") for part in ("key", "value"))
@@ -140,8 +142,11 @@ def _deepseek(gguf: Settings, config: Keys) -> Keys:
 
 
 def _deepseek_experts(gguf: Settings, config: Keys) -> Keys:
-    """Return the config keys of the mixtures of DeepSeek V2 and V3 and GLM-4.7-Flash. Older files do not say which
-    function routers have. llama.cpp then tells GLM-4.7-Flash by its layers and its vocabulary."""
+    """Return the config keys of the mixtures of DeepSeek V2 and V3 and GLM-4.7-Flash.
+
+    Older files do not name the router's function. As in llama.cpp, such a file is GLM-4.7-Flash (sigmoid) if it has
+    this model's number of layers and vocabulary. Otherwise the function is the softmax.
+    """
     is_glm = config["num_hidden_layers"] in (47, 48) and config["vocab_size"] == GLM_FLASH_VOCABULARY
     function = gguf.size("expert_gating_func", SIGMOID if is_glm else SOFTMAX)
     found = _by_sigmoids(gguf, function=function)

@@ -22,11 +22,11 @@ Use = Literal["used", "refused", "harmless"]
 class Key:
     """How prefold treats a key."""
 
-    # "used": results change as in the program that wrote the file. "refused": a value that asks for something raises
-    # UnsupportedModelError. "harmless": no value changes a result.
+    # "used": the value changes results, in the same way as in the program that the file was written for. "refused": a
+    # value that changes results raises UnsupportedModelError. "harmless": no value changes a result.
     use: Use
-    why: str  # what reads the key, what the key asks for, or why it changes nothing
-    plain: tuple[Any, ...] = ()  # values of a refused key that ask for nothing, besides null, false, 0 and empty values
+    why: str  # the code that reads a used key, the feature that a refused key enables, why a harmless key is harmless
+    plain: tuple[Any, ...] = ()  # accepted values of a refused key, besides null, false, 0 and empty values
 
 
 def _keys(use: Use, why: str, *names: str, plain: tuple[Any, ...] = ()) -> dict[str, Key]:

@@ -7,32 +7,32 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-# The largest sizes accepted: a hundred times the sizes of the largest existing models. A larger size means a damaged
-# file, and is refused before anything of that size is allocated.
+# Limits on sizes: a hundred times the sizes of the largest existing models. A larger size means that the file is
+# damaged. It is refused here, before any code allocates that much memory.
 MOST_SIZE = 2**24
 MOST_LAYERS = 4096
 MOST_POSITIONS = 2**40
-# The largest number accepted: float32 has no much larger numbers.
+# Limit on numbers, just below the largest float32 (3.4e38).
 MOST_NUMBER = 1e38
-# The config key for the user's limit on the tokens of a sequence.
+# Config key that prefold adds: the user's limit on the tokens of a sequence.
 CONTEXT = "prefold_context_length"
-# The config key that says that the value heads of gated delta nets are in llama.cpp's order.
+# Config key that prefold adds: true if the value heads of gated delta nets are in llama.cpp's order.
 TILED = "prefold_tiled_heads"
-REQUIRED: Any = object()
-# Limit on the characters of a wrong value in an error.
+REQUIRED: Any = object()  # as a default: the key must exist
+# Maximum number of characters of a wrong value in an error.
 SHOWN = 60
 
 
 class Settings(dict[str, Any]):
-    """The settings of a checkpoint as in its file, with a method to read each kind of value.
+    """The settings in a checkpoint's file: a dict, with one method for each kind of value.
 
-    A missing or null key gives the default. The methods raise CheckpointError if there is no default, or if a value has
-    a wrong type or is out of bounds. The error names the file, the key and the valid values.
+    If a key is missing or null, the methods return the default. They raise CheckpointError if there is no default, or
+    if a value has a wrong type or is out of bounds. The error names the file, the key and the valid values.
 
     Attributes:
-        file: The file's name in errors.
-        prefix: Text before a key in errors: the place of these settings in the file.
-        reads: The keys read so far, with prefixes. Settings derived from these share the set.
+        file: The file's name, for errors.
+        prefix: The keys of the enclosing settings, each with a dot, such as "rope_scaling."; "": the top of the file.
+        reads: The keys that were read, with prefixes. Nested settings and copies share this set.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Settings(dict[str, Any]):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
-        """Return the values if they are Settings already, else a new Settings."""
+        """Convert a mapping to Settings. Return Settings unchanged."""
         return values if isinstance(values, Settings) else cls(values)
 
     def __or__(self, other: Any) -> Settings:
@@ -62,11 +62,11 @@ class Settings(dict[str, Any]):
         return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the keys. This definition makes Python read copies such as {**settings} through `__getitem__`."""
+        """Yield the keys. Without this definition, {**settings} would bypass `__getitem__`, and so `reads`."""
         return super().__iter__()
 
     def size(self, key: str, default: Any = REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> Any:
-        """Return the whole number `key`, in [least, most]."""
+        """Return the value of `key`, a whole number in [least, most]."""
         value = self._given(key, default)
         if value is default:
             return value
@@ -79,7 +79,12 @@ class Settings(dict[str, Any]):
         return value
 
     def number(self, key: str, default: Any = REQUIRED, *, zero: bool = False, negative: bool = False) -> Any:
-        """Return the finite number `key`: above 0, or at least 0 with `zero`, or any with `negative`."""
+        """Return the value of `key`, a finite number greater than 0.
+
+        Args:
+            zero: Accept 0 too.
+            negative: Accept 0 and negative numbers too.
+        """
         value = self._given(key, default)
         if value is default:
             return value
@@ -90,35 +95,38 @@ class Settings(dict[str, Any]):
         return value if abs(value) < 2**53 else float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return the boolean `key`; 0 and 1 mean false and true."""
+        """Return the value of `key`, a boolean. 0 and 1 are accepted as false and true."""
         value = self._given(key, default)
         if not isinstance(value, (bool, int)) or value not in (0, 1):
             raise self.wrong(key, "true or false")
         return bool(value)
 
     def token(self, key: str) -> int | None:
-        """Return the token id `key`, which may be outside the vocabulary (-1: no token); None if it is missing."""
+        """Return the value of `key`, a token id, or None if it is missing.
+
+        Some files use -1 or another id outside the vocabulary for "no token". The caller must check for this.
+        """
         value = self._given(key, None)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise self.wrong(key, "a whole number")
         return value
 
     def text(self, key: str, default: Any = REQUIRED) -> Any:
-        """Return the string `key`."""
+        """Return the value of `key`, a string."""
         value = self._given(key, default)
         if value is not default and not isinstance(value, str):
             raise self.wrong(key, "a string")
         return value
 
     def texts(self, key: str, default: Any = REQUIRED) -> Any:
-        """Return the list of strings `key`."""
+        """Return the value of `key`, a list of strings."""
         value = self._given(key, default)
         if value is not default and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
             raise self.wrong(key, "a list of strings")
         return value
 
     def numbers(self, key: str, default: Any = REQUIRED) -> Any:
-        """Return the list `key` of finite numbers greater than 0."""
+        """Return the value of `key`, a list of finite numbers greater than 0."""
         value = self._given(key, default)
         if value is default:
             return value
@@ -130,16 +138,20 @@ class Settings(dict[str, Any]):
         return value
 
     def settings(self, key: str) -> Settings:
-        """Return the settings inside `key`; empty if it is missing."""
+        """Return the object at `key` as Settings; empty if it is missing."""
         value = self._given(key, None)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(key, "an object")
         return Settings(value or {}, self.file, f"{self.prefix}{key}.", self.reads)
 
     def wrong(self, key: str, wanted: str) -> CheckpointError:
-        """Return the CheckpointError for a value that is not `wanted`."""
+        """Return a CheckpointError with the value of `key` and the valid values.
+
+        Args:
+            wanted: The valid values, in words that follow "it must be".
+        """
         value = self.get(key)
-        # Python refuses to write a number with thousands of digits.
+        # `repr` raises ValueError for an integer of more than 4,300 digits.
         is_long = isinstance(value, int) and abs(value) >= 10**50
         shown = f"a number of {value.bit_length()} bits" if is_long else repr(value)
         shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + "..."

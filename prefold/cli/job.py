@@ -80,7 +80,7 @@ def _say_how_to_resume(end: str, spec: JobSpec, job: Any) -> None:
         command = f"... | {command}     (standard input once more, from its beginning)"
     elif not job.source.paths:
         command += f"     ({job.source.name} once more, from its beginning)"
-    say(f"\nprefold: {end}; what is done is written. To go on:\n  {command}")
+    say(f"\nprefold: {end}; finished records are written. To continue:\n  {command}")
 
 
 def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", in_bytes: bool = False) -> list[str]:
@@ -106,7 +106,7 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
         if summary.first_error:
             lines.append(f"            the first: {_failure(json.loads(summary.first_error)):.300}")
     if stats.tokens:
-        outputs = " and what was generated" if stats.generation and stats.generation.generated_tokens else ""
+        outputs = " and the generated texts" if stats.generation and stats.generation.generated_tokens else ""
         of = f", of the {summary.computed:,} records of this run" if summary.resumed else ""
         name = "bytes " if in_bytes else "tokens"
         # If all requests fail, no row is computed, and nothing is saved.

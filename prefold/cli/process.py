@@ -1,4 +1,4 @@
-"""The process of a command: closed or full standard streams, signals, and system errors."""
+"""How a command ends: exit status, signals, system errors, and standard streams that are closed or full."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ import click
 
 
 class StoppedBySignal(SystemExit):
-    """Exit after a signal, with the status 128 plus the signal's number."""
+    """The SystemExit that a signal raises. The exit status is 128 plus the signal's number."""
 
 
 ENDING_SECONDS = 1.0  # after a signal or the end of a command, further signals are ignored for this long
 _NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
-_status: int | None = None  # exit status of the process
+_status: int | None = None  # exit status of the process, once its command has ended
 
 
 def _leave() -> None:
-    """End the process at once if other threads still run, such as a thread that loads a model.
+    """End the process immediately if other threads still run, for example a thread that loads a model.
 
-    If a thread returns from C++ after the interpreter has shut down, C++ would abort the process.
+    Such a thread would abort the process if it returned from C++ after the interpreter has shut down.
     """
     if _status is None:
         return
     if threading.active_count() > 1:
         os._exit(_status)
-    for number in _NUMBERS:  # Python next restores the default handlers, which exit with another status
+    for number in _NUMBERS:  # after this, Python restores the default handlers, which would change the exit status
         signal.signal(number, signal.SIG_IGN)
 
 
-atexit.register(_leave)  # registered early, so that it runs after functions that are registered later
+atexit.register(_leave)  # at import, because functions that are registered earlier run later
 
 
 @contextmanager
 def guarded(*, ends_process: bool = False) -> Iterator[None]:
-    """Run a command. A system error becomes one message and exit status 1; a signal ends the command cleanly.
+    """Return the context in which a command runs.
+
+    A system error becomes a message and exit status 1. A signal raises StoppedBySignal, so that cleanup runs.
 
     Args:
-        ends_process: Whether the process ends with the command.
+        ends_process: Whether the process exits after the command. Signals then have no effect while it exits.
     """
     global _status
     _open_missing()
@@ -72,13 +74,13 @@ def guarded(*, ends_process: bool = False) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print a line to standard error, or drop it if the stream is closed or full."""
+    """Print a line to standard error. Ignore a stream that is closed or full."""
     with contextlib.suppress(OSError):
         click.echo(text, err=True)
 
 
 def notice(line: str) -> None:
-    """Print a line to standard error, for example that a model is being downloaded."""
+    """Print a line to standard error, for example that a download has started. Raise OSError if that is impossible."""
     click.echo(line, err=True)
 
 
@@ -88,9 +90,9 @@ def _describe(error: OSError) -> str:
 
 
 def _open_missing() -> None:
-    """Open replacements for missing standard streams.
+    """Open replacements for standard streams that were closed before the process started.
 
-    Otherwise the next opened files would get the streams' descriptors, and the printed text.
+    Otherwise the next opened files would get the descriptors of the missing streams, and printed text would go to them.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
@@ -102,7 +104,7 @@ def _open_missing() -> None:
 
 
 class _ClosedStream:
-    """A replacement for standard output that was closed before the process started."""
+    """The replacement for a closed standard output. Writing to it raises OSError."""
 
     closed = True
     encoding, errors = "utf-8", "strict"
@@ -118,18 +120,18 @@ class _ClosedStream:
 
 
 def ending(status: int) -> None:
-    """Note that the command ends with this status because of a signal; ignore signals right after it."""
+    """Set the exit status of a command that ends because of a signal. Ignore signals for ENDING_SECONDS."""
     if _Signals.current is not None:
         _Signals.current.begin(status)
 
 
 class _Signals:
-    """Signal handlers that end the process by SystemExit on Ctrl-C, SIGTERM and SIGHUP, after its cleanup.
+    """Signal handlers that raise StoppedBySignal on Ctrl-C, SIGTERM and SIGHUP, so that cleanup runs.
 
-    A second signal is often an echo of the first: the terminal sends the signal to prefold and to its parent, which
-    forwards it. It is ignored for a second, because its exception would interrupt the cleanup. Signals that were
-    ignored before stay ignored. The handlers are installed before click runs, because click would turn a
-    KeyboardInterrupt into status 1.
+    A second signal within ENDING_SECONDS is ignored, because its exception would interrupt the cleanup. Such a signal
+    is often a copy of the first: the terminal signals prefold and its parent process, and the parent forwards the
+    signal. Signals that were ignored before stay ignored. The handlers are installed before click runs, because click
+    would convert a KeyboardInterrupt to exit status 1.
     """
 
     current: _Signals | None = None
@@ -137,8 +139,8 @@ class _Signals:
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._outer: _Signals | None = None
-        self._status: int | None = None  # exit status, once a signal ends the command
-        self._since = 0.0
+        self._status: int | None = None  # exit status; None: no signal has arrived and the command still runs
+        self._since = 0.0  # when `_status` was set, by time.monotonic()
         self._is_over = False  # whether the command has ended and the process is exiting
 
     def __enter__(self) -> _Signals:
@@ -156,11 +158,11 @@ class _Signals:
             _Signals.current = self._outer
 
     def begin(self, status: int) -> None:
-        """Ignore signals for a second, because the command is ending with this status."""
+        """Set the exit status, and ignore signals for ENDING_SECONDS."""
         self._status, self._since = status, time.monotonic()
 
     def stay(self, status: int) -> None:
-        """Keep the handlers while the process exits with this status."""
+        """Set the exit status, and keep the handlers until the process has exited."""
         self.begin(status)
         self._is_over = True
 
@@ -175,7 +177,10 @@ class _Signals:
 
 
 def _settle() -> None:
-    """Flush the standard streams. Drop output that cannot be written, so that the interpreter's own flush succeeds."""
+    """Flush the standard streams. If a stream cannot be written, send it to the null device.
+
+    Otherwise the interpreter would flush the stream when it exits, and fail.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

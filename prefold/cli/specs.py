@@ -122,7 +122,7 @@ class _Reader:
         return self._texts[text]
 
     def note(self, name: str, path: str) -> str:
-        """Add a file that an option names to `files`. Return its path."""
+        """Add the file `path`, which the option `name` names, to `files`. Return the path."""
         self.files.append((f"--{name.replace('_', '-')}", path))
         return path
 

@@ -130,8 +130,10 @@ class Fleet:
         return Snapshot(self.stats, is_ready=bool(self.ready), replicas=self._in_words(), dtype=dtype)
 
     def watching(self, on_step: Any = None, **options: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing. Replicas report the steps of runs only (see `Engine.run`), and admit
-        requests themselves."""
+        """Return a context that does nothing.
+
+        Replicas report the steps of runs only (see `Engine.run`), and admit requests themselves.
+        """
         return nullcontext()
 
     def submit(
@@ -156,8 +158,10 @@ class Fleet:
         self.lanes.submit(call, requests, handle, pieces=text and call.text)
 
     def cancel(self, *handles: Handle) -> None:
-        """Cancel the requests of handles. Requests that no replica has are not computed, and answers to the others are
-        dropped."""
+        """Cancel the requests of handles.
+
+        Requests that no replica has are not computed, and answers to the others are dropped.
+        """
         self.lanes.cancel(*handles)
 
     def run(
@@ -199,8 +203,10 @@ class Fleet:
             return None
 
     def meet(self, name: str, facts: ReplicaFacts) -> bool:
-        """Accept a ready replica. Return False for a replica whose results would differ from the other replicas'
-        results."""
+        """Accept a ready replica.
+
+        Return False for a replica whose results would differ from the other replicas' results.
+        """
         if self._identity is None:
             self._identity = facts.identity
         different = [key for key, value in facts.identity.items() if self._identity.get(key) != value]
@@ -245,7 +251,7 @@ class _Work:
     drawn_tokens: int = 0  # tokens that it generated
     kept_tokens: int = 0  # the part of these tokens that is in answers
     measured_at: float = 0.0  # when its steps were measured last
-    call: RunCall | None = None  # of its last lease
+    call: RunCall | None = None  # the call of the last lease
 
 
 class FleetRun:
@@ -491,7 +497,7 @@ class FleetRun:
             self._pictures.lose(name)
         for tag in self.book.lose(name, died=loss.died):
             message = f"replicas were lost while they ran this record, the last one ran it alone: {loss.reason}"
-            remedy = "check what is unusual about the record, or run it again by itself"
+            remedy = "check the record for unusual content, or run it alone"
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
     def _kill_hung(self) -> None:
@@ -550,6 +556,8 @@ class FleetRun:
 
 
 def _output_rows(sample: Generated) -> int:
-    """Return the number of rows of an output. Its last token has a row only if the end of the text was drawn after
-    it."""
+    """Return the number of rows of an output.
+
+    Its last token has a row only if the end of the text was drawn after it.
+    """
     return len(sample.tokens) - (sample.finish_reason == "length" and len(sample.tokens) > 0)

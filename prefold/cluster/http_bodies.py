@@ -1,5 +1,7 @@
-"""Requests as bodies of OpenAI's API, responses of servers as results, and a stand-in for the checkpoint of a server's
-model. The tasks need the model's name and a tokenizer, but no weights."""
+"""Convert requests to bodies of OpenAI's API, and responses of servers to results.
+
+`remote_model` makes the stand-in for the checkpoint of a server's model. Tasks need the model's name and a tokenizer,
+but no weights."""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ from .replicas import cannot_ask, generation_stats
 MESSAGES = "\x00messages\x00"
 _NOT_KNOWN = -1  # the id of a generated token whose id the server does not send
 
-# Fields of Sampling, which bodies have under the same names: fields for every server; fields that OpenAI's API lacks
-# and most other servers have; fields that are sent if they are not the default.
+# Fields of Sampling that bodies have under the same names. In order: fields for every server; fields that most servers
+# have although OpenAI's API lacks them; fields that are sent if they are not the default.
 _ALWAYS, NOT_OPENAIS, _WHERE_SET = sent_names("openai"), sent_names("vllm"), sent_names("set")
 _DEFAULTS = {f.name: f.default for f in fields(Sampling)}
 
@@ -105,10 +107,10 @@ def _response_format(grammar: Grammar | None) -> dict[str, Any] | None:
 
 
 def _room(request: Request, context: int | None) -> int:
-    """Return how many tokens fit after the prompt. Raise InputError if the prompt is too long or the context is
-    unknown.
+    """Return how many tokens fit after the prompt.
 
-    Without a limit a server would generate 16 tokens.
+    Raise InputError if the prompt is too long or the context is unknown. Without a limit a server would generate 16
+    tokens.
     """
     if context is None:
         message = "the length of the model's context is unknown, and without max_tokens a server stops after 16 tokens"
@@ -136,8 +138,10 @@ def _conversation(text: str) -> dict[str, Any]:
 
 
 def _check(requests: Sequence[Request], asks: Sampling | Readout, with_text: bool = True) -> None:
-    """Raise InputError for images, and for options of `asks` that no server has, such as exits, routes and bare
-    tokens."""
+    """Raise InputError for images, and for options of `asks` that no server has.
+
+    Such options are exits, routes and bare tokens.
+    """
     for request in requests:
         if len(request.tokens) and int(request.tokens.max()) >= MEDIA_BASE:
             raise _lacks("image")
@@ -177,8 +181,8 @@ def generated_of(answer: Any) -> tuple[list[Generated], Stats]:
 def _text_of(message: Mapping[str, Any]) -> str:
     """Return the text of a message.
 
-    Function calls that the server has taken out are put back in the form of Qwen's and Hermes' templates. Readers then
-    find them there for any server.
+    If the server has moved function calls out of the text, they are written into it in the form of Qwen's and Hermes'
+    templates. Readers of the text then find calls from any server.
     """
     parts = [message["content"]] if message.get("content") else []
     for call in message.get("tool_calls") or ():
@@ -269,8 +273,10 @@ def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> R
 
 
 def contexts_of(response: Any) -> dict[str, int | None]:
-    """Return {name: tokens of its context, or None} of the models in a response of /v1/models; {} if the server lacks
-    that path."""
+    """Return {name of a model: tokens of its context, or None} from a response of /v1/models.
+
+    Return {} if the server lacks that path.
+    """
     try:
         models = response.json()["data"] if response.status_code < 300 else []
         lengths = ((str(model["id"]), model.get("max_model_len")) for model in models)

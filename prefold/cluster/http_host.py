@@ -56,7 +56,7 @@ _FIRST_CAP = 8  # requests in flight at the start
 _LOOK = 10.0  # timeout in seconds for connecting, /v1/models and /metrics
 _REFUSALS = {
     401: f"the API key was refused (it is read from {API_KEY})",
-    403: "the server refuses to answer",  # the key lacks a permission, or the server does not know its host name
+    403: "the server refuses to answer",  # the key lacks a permission, or the server does not accept its host name
     404: "there is no such model or path",
 }
 _LOGPROBS = ("logprobs", "logits")  # kinds of Readout
@@ -71,7 +71,7 @@ TextOf = Callable[[Any], str]
 class ServedModel:
     """The options of a job's servers, and the facts that all of them share."""
 
-    model: str  # its name on the servers
+    model: str  # the model's name on the servers
     tokenizer: Tokenizer | None  # converts token ids to text for a server that accepts no ids
     takes_ids: bool = True  # whether the token ids of requests are the model's ids
     context: int | None = (
@@ -176,8 +176,10 @@ class HttpHost(AsyncHost):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _watch(self) -> None:
-        """Report progress while the server's token counters grow, because long outputs may take longer than the
-        patience."""
+        """Report progress while the server's token counters grow.
+
+        Otherwise a long output could exceed the fleet's patience.
+        """
         before: list[str] = []
         while True:
             now = await self._counters() if self._tasks else []
@@ -396,8 +398,10 @@ def _why(error: Exception) -> str:
 
 @contextmanager
 def reading(url: str) -> Iterator[None]:
-    """Return a context that turns errors of reading a response into a RowError. A gateway may answer 200 with an
-    error."""
+    """Return a context that turns errors of reading a response into a RowError.
+
+    A gateway may answer 200 with an error.
+    """
     try:
         yield
     except InputError:
@@ -438,7 +442,7 @@ class HttpReplicas(Replicas):
     repeatedly without an answer in between does not come back.
 
     Args:
-        urls: of the servers, with or without /v1
+        urls: URLs of the servers, with or without /v1
         options: further options of `ServedModel`
     """
 
@@ -453,8 +457,10 @@ class HttpReplicas(Replicas):
 
 
 def _check(url: str) -> None:
-    """Raise InputError for an invalid URL of a server, and for a key that no header can contain. The message omits the
-    key."""
+    """Raise InputError for an invalid URL of a server, and for a key that no header can contain.
+
+    The message omits the key.
+    """
     name: str | None = None
     try:
         parts = urlsplit(url)

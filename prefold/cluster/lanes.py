@@ -33,13 +33,15 @@ class _Group:
     handle: Handle
     call: RunCall
     pieces: bool  # whether the text of each sample is put into the handle before the answer
-    tags: list[bytes]  # of its requests
+    tags: list[bytes]  # the tags of the requests
     results: list[Any]
     open: int  # number of requests without an answer
 
     def events(self, number: int, answer: Any) -> list[Any]:
-        """Record the answer of a request. Return the events for the handle; none while other requests of the group are
-        open."""
+        """Record the answer of a request.
+
+        Return the events for the handle; none while other requests of the group are open.
+        """
         self.results[number] = answer
         self.open -= 1
         if isinstance(answer, Exception):
@@ -124,8 +126,10 @@ class Lanes:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context in which no submitted requests run. On entry it waits until the run's open requests are
-        answered."""
+        """Return a context in which no submitted requests run.
+
+        On entry it waits until the run's open requests are answered.
+        """
         self._count(1)
         self._wake()
         try:

@@ -57,15 +57,17 @@ class OpenLease(NamedTuple):
 
 
 class Source(Protocol):
-    """Requests that no replica has. A place is the number of a request in its source. The lease book calls the
-    methods."""
+    """Requests that no replica has.
+
+    A place is the number of a request in its source. The lease book calls the methods.
+    """
 
     book: LeaseBook
     call: RunCall | None  # how all its requests run; None if all sources of the book have one call
 
     @property
     def has_waiting(self) -> bool:
-        """Return whether it has requests to send."""
+        """Return whether the source has requests to send."""
 
     @property
     def num_unanswered(self) -> int:
@@ -105,10 +107,10 @@ class Source(Protocol):
 @dataclass(slots=True)
 class _Replica:
     facts: ReplicaFacts
-    progress_at: float  # when it last made progress
+    progress_at: float  # when the replica last made progress
     open: dict[int, OpenLease] = field(default_factory=dict)
     is_paused: bool = False  # gets only suspects
-    call: RunCall | None = None  # of its last lease
+    call: RunCall | None = None  # the call of the last lease
 
 
 class LeaseBook:
@@ -222,8 +224,10 @@ class LeaseBook:
         return tags
 
     def refuse(self, replica: str, now: float) -> list[bytes]:
-        """Drop the requests of a replica that cannot run them, and return their tags. The replica can get other
-        requests."""
+        """Drop the requests of a replica that cannot run them, and return their tags.
+
+        The replica can get other requests.
+        """
         entry = self.replicas.pop(replica)
         for source in self.sources:
             source.leave(replica)

@@ -1,4 +1,8 @@
-"""A replica whose engine is prefold's own. It runs windows on an LLM and reports the answers."""
+"""The host of a replica that computes with prefold's own engine.
+
+The caller's thread adds windows to the current run. The thread `prefold-replica` runs them in the engine and writes the
+answers into the next report.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,23 @@ from ..spec.requests import GenerationStats, Stats
 from ..trie import Window, shared_by
 from .replicas import Host, ReplicaFacts, ReplicaReport, RunCall, place_of
 
-# If the device computes ahead, the engine's run ends after this long without a lease. Only then are the results of the
-# last step read.
+# If a row stream may have several steps in flight, the engine reads the last steps' results only when its input ends.
+# So the host ends the input after this many seconds without a window.
 _IDLE_SECONDS = 0.05
 
 
 class _HostRun:
-    """The current run of a replica: its call, its waiting windows, and the number of open requests."""
+    """A run of a replica: its options, and the windows that the engine has not read yet."""
 
     def __init__(self, call: RunCall):
         self.call = call
         self.windows: SimpleQueue[Window | None] = SimpleQueue()
         self.has_ended = False
-        self.open = 0
+        self.open = 0  # requests that the engine has read and not answered yet
         self._last: tuple[Any, bytes] = (None, b"")  # namespace and tokens of the last request
 
     def give(self, window: Window) -> None:
-        """Add a window. It continues the path of the window before it, for the tokens that both share."""
+        """Add a window. Set its `common` to the number of tokens that it shares with the end of the previous window."""
         (before, last), namespace = self._last, window.namespace
         common = shared_by(last, window.tokens[: window.offsets[1]].tobytes()) if before == namespace else 0
         self._last = namespace, window.tokens[window.offsets[-2] :].tobytes()
@@ -46,8 +50,9 @@ class _HostRun:
     def taken(self, *, in_slots: bool, timeout: float | None) -> Iterator[Window | None]:
         """Yield windows as they arrive, until the run ends.
 
-        In slots, yield None if no window waits while requests run. A row stream ends if no window arrives for `timeout`
-        seconds.
+        Args:
+            in_slots: Requests run in the KV store. While any of them run, yield None instead of waiting for a window.
+            timeout: Without `in_slots`, stop if no window arrives for this many seconds; None: wait forever.
         """
         while not self.has_ended:
             try:
@@ -64,7 +69,7 @@ class _HostRun:
 
 
 class ReplicaHost(Host):
-    """A host with the engine of an LLM, or of another object with an `engine`."""
+    """A host that computes with the engine of `llm`: an LLM, or another object with the attribute `engine`."""
 
     def __init__(self, llm: Any, facts: ReplicaFacts):
         super().__init__()
@@ -140,11 +145,11 @@ class ReplicaHost(Host):
 
     @contextmanager
     def _cache_watched(self, wanted: bool) -> Iterator[None]:
-        """Return a context in which reports contain the events of the cache, if `wanted`."""
+        """Return a context in which reports contain the events of the cache, if `wanted` and the replica has them."""
         if not (wanted and self.facts.reports_cache):
             yield
             return
-        self._tells_anew = True  # the driver of this run has no earlier events
+        self._tells_anew = True  # the driver of this run has no earlier events, so report the whole cache first
         with self._engine.watching(on_cache=self._tell_cache):
             yield
 
@@ -165,15 +170,14 @@ class ReplicaHost(Host):
 
 
 def _joined(before: CacheEvents | None, events: CacheEvents) -> CacheEvents:
-    """Return the events of both reports if the later ones follow the earlier ones. Else return the later ones, which
-    start anew."""
+    """Return the earlier and later events in one object. Drop the earlier events if the later ones start again."""
     if before is None or events.first != before.first + len(before.events):
         return events
     return replace(before, events=before.events + events.events)
 
 
 def _since(now: Stats, before: Stats) -> Stats:
-    """Return the counts between two snapshots. Peaks come from the later snapshot."""
+    """Return the difference of two snapshots of an engine's counters. Peaks come from the later snapshot."""
     counts = _difference(now, before, fields(now)[:-2])
     seconds = {part: spent - before.seconds.get(part, 0.0) for part, spent in now.seconds.items()}
     generation = now.generation
@@ -188,7 +192,7 @@ def _difference(now: object, before: object, of: Sequence[Field[Any]]) -> dict[s
 
 
 def facts_of(llm: Any) -> ReplicaFacts:
-    """Return the facts of a replica with an LLM."""
+    """Return the ReplicaFacts of a replica that runs this LLM."""
     from .. import __version__
 
     identity = {
@@ -212,7 +216,7 @@ def facts_of(llm: Any) -> ReplicaFacts:
 
 
 def _with_version(executor: str) -> str:
-    """Return the name of an executor. PyTorch's name includes its version."""
+    """Return the name of an executor. The name of the torch executor includes PyTorch's version."""
     if executor != "torch":
         return executor
     import torch

@@ -26,13 +26,13 @@ _SPEED_SECONDS = 20.0  # a measurement this long ago has the weight 1/e
 
 @dataclass(frozen=True, slots=True)
 class LeaseOptions:
-    """The sizes of leases."""
+    """How much work a lease and a replica get."""
 
     seconds: float = 2.0  # approximate duration of a lease
     least_cost: float = 1.0  # work of a lower cost is not divided
     most_cost: float = math.inf  # maximum cost of a lease
-    requests: int = 0  # a replica gets leases until it has two, and this many requests
-    # Maximum (number, cost) of requests that a replica may have started at once. These are suspects when it is lost.
+    requests: int = 0  # a replica gets leases until it has at least two leases and this many requests
+    # Maximum (number, cost) of started requests of a replica. If the replica is lost, one of these may be the reason.
     begun_most: tuple[int, float] = (1 << 30, math.inf)
 
 
@@ -263,7 +263,7 @@ def _expected_outputs(order: Order) -> np.ndarray:
 
 
 def _ranges_of(places: Sequence[int]) -> list[Segment]:
-    """Return ascending places as ranges of neighbours."""
+    """Join ascending places into ranges of consecutive places."""
     if isinstance(places, range):
         return [Segment(places.start, places.stop)]
     ranges: list[Segment] = []

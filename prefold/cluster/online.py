@@ -339,8 +339,10 @@ class OnlineSource(Source):
         return self.num_waiting > 0
 
     def room(self) -> int:
-        """Return how many rows replicas could be sent in addition to the waiting rows. Each replica counts at most one
-        step."""
+        """Return how many rows replicas could be sent in addition to the waiting rows.
+
+        Each replica counts at most one step.
+        """
         replicas = self._free_replicas()
         free = sum(min(max(0, self.dispatcher.room(name)), facts.max_rows) for name, facts in replicas.items())
         return max(0, free - self.window.num_tokens)

@@ -86,8 +86,10 @@ class PrefixIndex(RadixTrie[Place]):
             place = place.parent
 
     def release(self, place: Place, start: int, bit: int) -> None:
-        """Mark the rows from position `start` to the end of `place` as absent on a replica, and release the reference
-        to `place`."""
+        """Mark the rows from position `start` to the end of `place` as absent on a replica.
+
+        Also release the reference to `place`.
+        """
         at = place
         while at.parent is not None and at.start >= start:
             at.holders &= ~bit
@@ -174,8 +176,10 @@ class EstimatedCache:
             self._cache.keep(node)
 
     def _forget_older_than(self, namespace: Hashable, tokens: np.ndarray, cached: int) -> None:
-        """Evict the rows after the first `cached` rows of a prompt, which the answer shows to be evicted, and all rows
-        that were used before them."""
+        """Evict the rows of a prompt after its first `cached` rows, and all rows that were used less recently.
+
+        The answer to the prompt has shown that these rows are not in the replica's cache any more.
+        """
         matches = self._tree.match(namespace, token_bytes(tokens))
         evicted = [node for node, same in matches if node.start + same > cached]
         if not evicted:

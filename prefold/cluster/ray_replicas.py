@@ -30,8 +30,10 @@ _DOUBT = 15.0  # a replica that does not answer for this many seconds counts as 
 
 
 class _Actor:
-    """A replica's process. Orders run in one thread, in the order of sending. Reports run in another thread, while the
-    engine runs."""
+    """A replica's process.
+
+    Orders run in one thread, in the order of sending. Reports run in another thread, while the engine runs.
+    """
 
     def __init__(self) -> None:
         self._host: Any = None
@@ -128,8 +130,9 @@ class _ActorHost:
 
 
 class RayReplicas(Replicas):
-    """Replicas that are actors of a Ray cluster. Raises JobError without a cluster at the address, or if this machine
-    is too small for one replica.
+    """Replicas that are actors of a Ray cluster.
+
+    Raises JobError without a cluster at the address, or if this machine is too small for one replica.
 
     Args:
         model: a name or path that every node can resolve
@@ -138,8 +141,8 @@ class RayReplicas(Replicas):
             `device` determine how many CPUs and GPUs a replica gets. Without `threads`, a replica gets as many as let
             all replicas fit on the cluster, each on one node.
         count: number of replicas; None: as many as fit on the cluster
-        address: of a cluster; None: the cluster of RAY_ADDRESS, else Ray is started on this machine and ended by
-            `close`
+        address: address of a cluster; None: the cluster of RAY_ADDRESS, else a new cluster on this machine,
+            which `close` ends
         notify: receives messages for the user
     """
 

@@ -1,5 +1,7 @@
-"""The replicas of a fleet and their messages. A host runs requests and reports answers; a thread reads each host's
-reports."""
+"""The replicas of a fleet, and the messages between them and the driver.
+
+A host runs requests and reports answers. In the driver, one thread per replica reads the host's reports.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from ..trie.order import SpooledRequest, decode_options
 T = TypeVar("T")
 
 RESTARTS = 3  # how often a replica is restarted without an answer in between
-LONGEST_WAIT = 0.5  # a report waits at most this many seconds for news
+LONGEST_WAIT = 0.5  # maximum seconds that `Host.report` waits for news
 _GUESSED_OUTPUT = 256  # expected length of an output without max_tokens, in tokens
 _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in its source
 
@@ -34,19 +36,18 @@ _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in its 
 class ReplicaFacts:
     """Facts of a ready replica. The replicas of a fleet must agree in `identity`."""
 
-    identity: dict[str, str] = field(
-        default_factory=dict
-    )  # everything that results depend on: versions, weights, dtype
+    # Everything that results depend on: versions, weights, dtype.
+    identity: dict[str, str] = field(default_factory=dict)
     max_rows: int = 4096  # maximum number of rows of a step
     max_running: int = 256  # maximum number of sequences that run at once
-    at_once: int = 0  # how many prompts it reads at once; 0: the prompts of a step
-    is_server: bool = False  # whether other clients may use it too; then only the number of its requests is bounded
-    dies_of_requests: bool = True  # whether a request may be the reason of its loss
+    at_once: int = 0  # maximum number of prompts that are read together; 0: the prompts of a step
+    is_server: bool = False  # other clients may use the replica too. Then only the number of our requests is bounded
+    dies_of_requests: bool = True  # if the replica is lost, its requests may be the reason
     dtype: str = ""  # the compute dtype
-    cache_rows: int = 0  # rows that fit in its KV store; 0: unknown
-    reports_cache: bool = False  # whether it can report the events of its cache
-    reserves_output: bool = False  # whether it reserves memory for the longest possible output of a request
-    steps_overlap: bool = False  # whether its steps overlap; their seconds must not be added up then
+    cache_rows: int = 0  # rows that fit in the KV store; 0: unknown
+    reports_cache: bool = False  # the replica can report the events of its cache
+    reserves_output: bool = False  # the replica reserves memory for the longest possible output of a request
+    steps_overlap: bool = False  # steps overlap, so their seconds must not be added up
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,12 @@ class ReplicaReport:
     """The news of a replica since its last report."""
 
     answers: list[tuple[int, int, Any]] = field(default_factory=list)  # (number of the lease, place, answer)
-    # The steps of its engine. `started_at` is in seconds before the report. Servers and vLLM have a step per answer.
+    # The steps of the engine. `started_at` is in seconds before the report. Servers and vLLM report a step per answer.
     steps: list[StepInfo] = field(default_factory=list)
     stats: Stats | None = None  # the counters of its engine since the last report
     events: CacheEvents | None = None  # the events of its cache since the last report
     failure: Exception | None = None  # the error after which its engine cannot continue
-    is_at_work: bool = False  # whether it makes progress that nothing else in the report shows
+    is_at_work: bool = False  # the replica makes progress that no other field shows
 
     @property
     def shows_progress(self) -> bool:
@@ -95,15 +96,15 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """The event that a replica is gone, with its requests."""
+    """The event that a replica is gone. Its requests have no answers."""
 
     reason: str
-    returns: bool = False  # whether it comes back
-    died: bool = True  # whether it ended, perhaps because of a request; if not, only messages to or from it were lost
+    returns: bool = False  # the replica will come back
+    died: bool = True  # the replica ended, perhaps because of a request. False: only messages to or from it were lost
 
 
 class ReplicaDown(Exception):
-    """Raised if a replica cannot be reached or used. For the fields see ReplicaLost."""
+    """Raised if a replica cannot be reached or used. The fields are as in ReplicaLost."""
 
     def __init__(self, reason: str, *, returns: bool = True, died: bool = True):
         super().__init__(reason)
@@ -145,8 +146,10 @@ def generation_stats(prompt: int, generated: int, cached: int) -> Stats:
 
 
 def expected_limit(request: SpooledRequest) -> int:
-    """Return the maximum number of tokens that a request generates: a guess without max_tokens, 0 for embeddings and
-    scores."""
+    """Return the maximum number of tokens that a request generates.
+
+    Without max_tokens this is a guess. For embeddings and scores it is 0.
+    """
     sampling, _ = decode_options(request.options)
     if sampling is None:
         return 0
@@ -172,8 +175,10 @@ def requests_of(windows: Sequence[Window]) -> Iterator[tuple[int, int, Any]]:
 
 
 class Host(ABC):
-    """The computing side of a replica: it runs windows of requests. Any thread may call the methods, but only one
-    thread calls `report`."""
+    """The computing side of a replica: it runs windows of requests.
+
+    Any thread may call the methods, but only one thread calls `report`.
+    """
 
     facts: ReplicaFacts
 
@@ -232,8 +237,9 @@ class Host(ABC):
 
 
 class AsyncHost(Host):
-    """A host for another system that computes. An event loop in a thread sends requests to it, a bounded number at a
-    time.
+    """A host for another system that computes.
+
+    An event loop in a thread sends requests to it, a bounded number at a time.
 
     Args:
         name: the name of the thread
@@ -349,7 +355,7 @@ class Replicas:
 
     Args:
         makes: {name: function that creates the host}; called again after a host was killed or failed
-        killed: the reason in ReplicaLost for a killed host
+        killed: the `ReplicaLost.reason` of a killed host
     """
 
     def __init__(self, makes: Mapping[str, Callable[[], Host]], *, killed: str = "it was killed"):
@@ -419,8 +425,10 @@ class Replicas:
                 self._tell(name, ReplicaLost(reason, returns, down.died))
 
     def _pass_on(self, name: str, host: Host) -> None:
-        """Report that a host is ready, and forward its reports until it is killed. Raise ReplicaDown when it is
-        lost."""
+        """Report that a host is ready, and forward its reports until it is killed.
+
+        Raise ReplicaDown when it is lost.
+        """
         with self._lock:
             if self.is_closed:
                 return

@@ -154,7 +154,7 @@ class Speed:
 
 @dataclass(slots=True)
 class Outputs:
-    """An estimate of the length of outputs, for all replicas: the mean share of their limits."""
+    """An estimate of the length of outputs, over all replicas: the mean of length / limit."""
 
     num_ended: int = 0
     shares: float = 0.0  # sum of (length / limit)
@@ -206,8 +206,8 @@ class ReplicaLoad:
         """Record the end of a request.
 
         Args:
-            booked: its (prefill rows, limit of its output) as of `send`
-            actual: its (prefill rows, decode rows) that were computed
+            booked: (prefill rows, limit of the output) of the request, as passed to `send`
+            actual: (prefill rows, decode rows) that were computed
         """
         self.requests -= 1
         self.prefill_rows -= booked[0]
@@ -224,9 +224,9 @@ class ReplicaLoad:
         return max(0, self.prefill_rows - self._prefill_done), max(0, self.decode_rows - self._decode_done)
 
     def seconds_to_start(self, capacity: float) -> float:
-        """Return how long the next request waits: for the prompts before it, and for free slots among `capacity` rows.
+        """Return the seconds until the next request starts: it waits for the prompts before it and for free slots.
 
-        Slots become free as requests end.
+        Slots become free as requests end. `capacity` is the number of rows that fit in the cache.
         """
         booked = self.prefill_rows + self.decode_rows
         over = max(0.0, booked - capacity)
@@ -234,11 +234,11 @@ class ReplicaLoad:
 
     @property
     def seconds(self) -> float:
-        """Return how long the remaining work takes."""
+        """Return the seconds that the remaining work takes."""
         return self.seconds_at(self.speed)
 
     def seconds_at(self, speed: Speed) -> float:
-        """Return how long the remaining work takes at another speed."""
+        """Return the seconds that the remaining work takes at another speed."""
         prefill, decode = self.remaining_rows
         return prefill * speed.prefill + decode * speed.decode
 
@@ -410,7 +410,7 @@ class Router:
         return [self._numbers[i].name for i in np.flatnonzero(rows >= max(1, _LARGE_PART * len(prefix))).tolist()]  # type: ignore[union-attr]
 
     def seconds_to_wait(self, replica: Hashable) -> float:
-        """Return how long a replica needs for its remaining work."""
+        """Return the seconds that a replica needs for its remaining work."""
         return self.members[replica].load.seconds
 
     def _matched_rows(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
@@ -464,8 +464,10 @@ class Router:
         return request
 
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
-        """Record that a replica has computed these rows in `seconds`. Without such calls its load falls only when
-        requests end."""
+        """Record that a replica has computed these rows in `seconds`.
+
+        Without such calls its load falls only when requests end.
+        """
         self.members[replica].load.work(prefill_rows, decode_rows, seconds)
 
     def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> SentRequest:
@@ -491,8 +493,10 @@ class Router:
         return request
 
     def expected_output(self, limit: int) -> int:
-        """Return the expected number of output tokens of a request with this limit, from the outputs that have
-        ended."""
+        """Return the expected number of output tokens of a request with this limit.
+
+        The estimate uses the lengths of the outputs that have ended.
+        """
         return self._outputs.expected(limit)
 
     def _standing(self, prompt: Prompt, among: Collection[Hashable]) -> Standing:

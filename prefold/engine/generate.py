@@ -41,7 +41,7 @@ class Generator:
     Args:
         worker: Computes the steps, and holds the KV store.
         engine: The engine's options.
-        budget: The most rows of a step.
+        budget: The maximum number of rows of a step.
         meter: Counts steps, rows, tokens and seconds.
         parts: The parts that features add to the engine.
     """

@@ -84,7 +84,7 @@ class Meter:
         return bool(self._listeners)
 
     def tell(self, listener: Listener, wants: bool) -> None:
-        """Call a listener with every step from now on, or no longer."""
+        """Start to call a listener with every step if `wants`, else stop to call it."""
         if wants != (listener in self._listeners):
             (self._listeners.append if wants else self._listeners.remove)(listener)
 

@@ -66,7 +66,7 @@ class EngineFacts:
 class RunningSequence(NamedTuple):
     """A running sequence, as a snapshot shows it."""
 
-    namespace: Hashable  # of its rows in the KV store
+    namespace: Hashable  # the namespace of the rows in the KV store
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that were in the KV store at admission
     output_tokens: int  # tokens generated so far
@@ -88,7 +88,7 @@ class Snapshot:
     failed_at: float = 0.0  # time.monotonic() of the failure
     is_ready: bool = True  # requests would run now; False while all replicas still load the model
     replicas: str = ""  # state of the replicas, in words; empty for an engine of one model
-    dtype: str = ""  # of the replicas; empty while none is ready, and for an engine of one model
+    dtype: str = ""  # the replicas' dtype; "" while none is ready, and for an engine of one model
 
 
 class Engine(Protocol):

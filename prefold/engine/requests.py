@@ -41,7 +41,7 @@ class KeptStates:
 class Alone:
     """Namespace part of a request that shares no rows."""
 
-    key: int  # of the request
+    key: int  # the key of the request
 
 
 class ValueReader:

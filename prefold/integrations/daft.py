@@ -42,7 +42,11 @@ _log = logging.getLogger(__name__)
 
 
 class PrefoldProvider(Provider):
-    """The provider of Daft's AI functions that run on prefold. options: options of `LLM` for all of its models"""
+    """The provider of Daft's AI functions that run on prefold.
+
+    Args:
+        options: options of `LLM` for all of its models
+    """
 
     def __init__(self, **options: Any):
         self.options = options
@@ -54,7 +58,11 @@ class PrefoldProvider(Provider):
     def get_prompter(
         self, model: str | None = None, return_format: Any = None, system_message: str | None = None, **options: Any
     ) -> PrompterDescriptor:
-        """Return the descriptor of `prompt`. return_format: a Pydantic model; answers follow its JSON schema"""
+        """Return the descriptor of `prompt`.
+
+        Args:
+            return_format: a Pydantic model; answers follow its JSON schema
+        """
         if system_message is not None:
             options["system"] = system_message
         return _PrompterDescriptor(_FunctionCall.of("generate", model, {**self.options, **options}), return_format)

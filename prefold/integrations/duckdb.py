@@ -113,7 +113,11 @@ def _add(
     *,
     draws: bool = False,
 ) -> None:
-    """Add a function to a connection. draws: its results are random"""
+    """Add a function to a connection.
+
+    Args:
+        draws: Whether equal arguments may have different results, so that DuckDB must call the function for each row.
+    """
     try:
         import pyarrow as pa
     except ImportError:

@@ -1,4 +1,4 @@
-"""A class for Ray Data's `map_batches`.
+"""`PrefoldBatches`, a class for Ray Data's `map_batches`.
 
     import ray
     from prefold.integrations.ray_data import PrefoldBatches
@@ -10,8 +10,8 @@
         batch_size=64,
     )
 
-Batches that an actor processes at the same time run together. The result has the columns of the input, the columns of
-the results, and a column `error`: null, or why a row has no result.
+An actor computes its concurrent batches together, so they share prefixes. The output has the input's columns, columns
+with results, and a column `error`: null, or the reason why a row has no result.
 """
 
 from __future__ import annotations
@@ -38,23 +38,26 @@ _RENAMED = {"text": "generated_text"}
 
 
 class PrefoldBatches:
-    """A task on the rows of batches, which are dicts of NumPy arrays.
+    """A task that runs on a column of each batch. Batches are dicts of NumPy arrays.
 
     Args:
-        task: "generate", "embed", "classify", "decide" or "score"
-        column: the column of texts or lists of messages; for "score" a text as a whole, for "decide" the state
-        model: as for `LLM`: hub id, folder, .gguf file or built-in name
-        chat: "generate" puts a text into the model's chat template, as a user message
-        error: name of the column of errors
-        prefix: prefix of the new columns' names
-        scores: for "classify" and "decide": "all" adds one column with the probability of each label or option
-        options: options of `LLM` and of the task
+        task: "generate", "embed", "classify", "decide" or "score".
+        column: The column to read. It contains texts; for "generate", it may also contain lists of messages. "score"
+            returns the log-probability of each text, and "decide" reads each text as a state.
+        model: A hub id, folder, .gguf file or built-in name, as for `LLM`.
+        chat: Whether "generate" puts each text into the model's chat template, as a user message.
+        error: Name of the column of errors.
+        prefix: Prefix of the names of the result columns.
+        scores: For "classify" and "decide": "all" adds columns with the probability of each label or option.
+        options: Options of `LLM` and of the task.
 
     Raises:
-        InputError: if `column` is missing, or if the batch already has a column with the name of a new one
+        InputError: `task` is unknown, a batch lacks `column`, or a batch already has a column with the name of a result
+            column.
 
     Example:
-        ds = ds.map_batches(PrefoldBatches, fn_constructor_kwargs={"task": "embed", "column": "text"}, concurrency=1)
+        >>> constructor = {"task": "embed", "column": "text"}
+        >>> ds = ds.map_batches(PrefoldBatches, fn_constructor_kwargs=constructor, concurrency=1)
     """
 
     def __init__(
@@ -79,17 +82,17 @@ class PrefoldBatches:
         self._error, self._names = error, {name: prefix + _RENAMED.get(name, name) for name in columns}
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield the batch with its results."""
+        """Yield the batch with the result columns and the column of errors."""
         import pyarrow  # Ray Data depends on it
 
         if self._column not in batch:
             message = f"there is no column {self._column!r}"
             raise InputError(message, field=self._column, remedy=f"the columns are {', '.join(batch)}")
         for name in {*self._names.values(), self._error} & set(batch):
-            raise InputError(f"the batch has a column {name!r} already", field=name, remedy="give prefix=, or error=")
+            raise InputError(f"the batch already has a column {name!r}", field=name, remedy="give prefix=, or error=")
         answers = await self._answers(list(batch[self._column]))
         errors = [_error_of(answer) for answer in answers]
-        # With an explicit type: a column of only nulls would get another type, and blocks could not be joined.
+        # Without an explicit type, a column of only nulls would have another type, and Ray could not join the blocks.
         out = {**batch, self._error: pyarrow.array(errors, pyarrow.string())}
         rows = [{} if isinstance(a, InputError) else a.columns(self._every) for a in answers]
         for name, column in self._names.items():
@@ -121,7 +124,7 @@ class PrefoldBatches:
 
 
 def _error_of(answer: Answer | InputError) -> str | None:
-    """Return why a row, or one of its questions, has no answer; None if all have one."""
+    """Return the message of a failed row, or the messages of its failed questions; None if nothing failed."""
     if isinstance(answer, Decision):
         return "; ".join(map(str, answer.errors.values())) or None
     return str(answer) if isinstance(answer, InputError) else None
@@ -132,7 +135,7 @@ def _null(column: str) -> InputError:
 
 
 def _array(values: list[Any]) -> np.ndarray:
-    """Return values as a column: a matrix if all values are vectors, else an array of objects."""
+    """Return the values of a column: a matrix if all values are vectors, else an array of objects."""
     if values and all(isinstance(value, np.ndarray) for value in values):
         return np.stack(values)
     out = np.empty(len(values), object)

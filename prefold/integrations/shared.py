@@ -79,7 +79,11 @@ class Model:
 
 
 class Tasks:
-    """The tasks of a model, each made once, on an engine. make: make(name, options) -> a task"""
+    """The tasks of a model, each made once, on an engine.
+
+    Args:
+        make: make(name, options) -> a task.
+    """
 
     def __init__(self, engine: Engine, make: Make):
         self.engine, self._make = engine, make
@@ -205,7 +209,11 @@ class RayModel(Model):
 
 
 def _open_on_ray(model: str, options: dict[str, Any], count: int, own: Sequence[str]) -> Tasks:
-    """Return the tasks of a model on a fleet. own: plugins of the driver"""
+    """Return the tasks of a model on a fleet.
+
+    Args:
+        own: Plugins of the driver.
+    """
     from ..cluster.ray_replicas import RayReplicas
 
     add_plugins(own)
@@ -243,7 +251,11 @@ def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
 
 
 class _Front:
-    """The actor of a RayModel. It opens the model in a thread. open: returns the model's tasks"""
+    """The actor of a RayModel. It opens the model in a thread.
+
+    Args:
+        open: Returns the model's tasks.
+    """
 
     def __init__(self, open: Callable[[], Tasks]):
         self._tasks: Future[Tasks] = Future()

@@ -53,7 +53,8 @@ def import_vllm() -> Any:
 def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
     """Return vLLM's SamplingParams. Raise InputError for features that vLLM lacks, and for values that it refuses.
 
-    room: number of tokens that fit after the prompt
+    Args:
+        room: number of tokens that fit after the prompt
     """
     vllm = import_vllm()
     for name in not_sent(sampling):
@@ -138,12 +139,12 @@ class VllmHost(AsyncHost):
     Args:
         model: a folder, or a name that vLLM knows
         options: fields of vLLM's AsyncEngineArgs; `max_num_seqs` also limits the backlog
-        caching: prefixes are shared
+        caching: whether vLLM's prefix cache is on
 
     Raises:
-        MissingExtraError: without vLLM
-        JobError: if vLLM has no such option
-        Exception: vLLM's errors, if it cannot load the model
+        MissingExtraError: vLLM is not installed
+        JobError: vLLM does not have one of the options
+        Exception: vLLM cannot load the model; the error is vLLM's
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], *, caching: bool = True):
@@ -346,7 +347,8 @@ class BlockEvents:
     Two blocks that follow the same block may share their first tokens, but the router's runs do not share rows. When
     such a block is removed, another block with the shared rows is reported again.
 
-    epoch: number of the engine's first epoch; larger after a restart. A gap in the messages starts a new epoch
+    Args:
+        epoch: number of the engine's first epoch; larger after a restart. A gap in the messages starts a new epoch
     """
 
     def __init__(self, epoch: int = 0):
@@ -477,7 +479,7 @@ def _guarded(pids: list[int]) -> subprocess.Popen[bytes]:
 
 
 def _has_tokenizer(model: str) -> bool:
-    """Return whether there is a tokenizer. It is False only for a folder without one."""
+    """Return False for a folder without a tokenizer, else True."""
     folder = Path(model)
     return not folder.is_dir() or any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
 

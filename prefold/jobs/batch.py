@@ -40,7 +40,8 @@ def is_batch_line(data: dict[str, Any]) -> bool:
 def add_usage(total: Counter[str], usage: Mapping[str, Any]) -> None:
     """Add the usage of a response to `total`. The endpoints have different names for the same counts.
 
-    total: numbers of tokens: `input`, `output`, and the parts of the input that are `cached` and `approximate`
+    Args:
+        total: Numbers of tokens: `input`, `output`, and the parts of the input that are `cached` and `approximate`.
     """
     total["input"] += usage.get("prompt_tokens", 0) or usage.get("input_tokens", 0)
     total["output"] += usage.get("completion_tokens", 0) or usage.get("output_tokens", 0)
@@ -142,7 +143,7 @@ class OpenAIBatch:
         parsed.meta = {"id": custom_id}
         if not self._ids.add(json.dumps(custom_id)):
             message = f"custom_id {custom_id!r} was used by an earlier record"
-            remedy = "give each record a custom_id of its own"
+            remedy = "give each record its own custom_id"
             raise InputError(message, field="custom_id", remedy=remedy, code="duplicate_custom_id")
         url, body = _request(data)
         if self.endpoint not in (None, url):
@@ -204,7 +205,7 @@ def _custom_id(data: dict[str, Any]) -> str | int:
         return custom_id
     if not isinstance(custom_id, str) or not custom_id:
         problem = "is missing" if custom_id is None else "is empty" if custom_id == "" else "is not a text"
-        remedy = "give each line a custom_id of its own"
+        remedy = "give each line its own custom_id"
         raise InputError(f"custom_id {problem}", field="custom_id", remedy=remedy, code="invalid_line")
     return valid_text(custom_id, "custom_id")
 

@@ -41,8 +41,11 @@ class TableForm:
 
     @classmethod
     def of(cls, adapter: RecordAdapter, source: Source, example: Answer | None = None) -> TableForm:
-        """Return the form of a job's output. Repeated columns of the input keep their types. example: an answer of the
-        task"""
+        """Return the form of a job's output. Repeated columns of the input keep their types.
+
+        Args:
+            example: An answer of the task.
+        """
         if not isinstance(adapter, TableAdapter):
             return cls(head=())
         names = adapter.columns_used.repeated()
@@ -173,7 +176,10 @@ class Kind:
 def type_at(types: Mapping[str, Any], path: str) -> Any:
     """Return the Arrow type at a path such as `meta.title` or `choices.0`.
 
-    Return None if the type is unknown, or if `restorer` cannot restore it. types: {column: Arrow type}
+    Return None if the type is unknown, or if `restorer` cannot restore it.
+
+    Args:
+        types: {column: Arrow type}.
     """
     if path in types:
         type = types[path]
@@ -291,7 +297,11 @@ _ROWS, _BYTES = 8192, 32 << 20  # a row group ends at this many rows or bytes
 
 
 def need_pyarrow(purpose: str) -> Any:
-    """Return the module pyarrow. Raise MissingExtraError if it is not installed. purpose: why it is needed"""
+    """Return the module pyarrow. Raise MissingExtraError if it is not installed.
+
+    Args:
+        purpose: Why it is needed.
+    """
     try:
         import pyarrow as pa
         import pyarrow.parquet

@@ -146,7 +146,11 @@ class TableOptions:
 
 @contextmanager
 def file_errors(name: str, number: int) -> Iterator[None]:
-    """Turn errors of reading the file `name` into JobErrors. number: records read before the error"""
+    """Turn errors of reading the file `name` into JobErrors.
+
+    Args:
+        number: Records read before the error.
+    """
     try:
         yield
     except _BROKEN as error:
@@ -174,7 +178,8 @@ class LineSource(Source):
     def make(cls, name: str, format: str, identity: dict, head: bytes, opener: Any, options: TableOptions) -> Source:
         """Return the source of a format. Raise JobError if the first line, `head`, shows another format.
 
-        opener: opens the input's bytes anew for each pass, as a context manager
+        Args:
+            opener: Opens the input's bytes anew for each pass, as a context manager.
         """
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise JobError(f"{name} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {name}")
@@ -269,7 +274,11 @@ def _parse_line(line: bytes) -> dict[str, Any]:
 
 
 def delimiter_of(format: str, option: str | None) -> str:
-    """Return the character between cells. option: the value of --delimiter; None: the format's own delimiter"""
+    """Return the character between cells.
+
+    Args:
+        option: The value of --delimiter; None: the format's own delimiter.
+    """
     if option is None:
         return "\t" if format == "tsv" else ","
     if format not in ("csv", "tsv"):
@@ -281,7 +290,11 @@ def delimiter_of(format: str, option: str | None) -> str:
 
 
 def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) -> list[str]:
-    """Return the names of the columns. sure: the user gave the delimiter, so it is not questioned"""
+    """Return the names of the columns.
+
+    Args:
+        sure: The user gave the delimiter, so it is not questioned.
+    """
     with opener() as file:
         rest = iter(file)
         next(rest, b"")

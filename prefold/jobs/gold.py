@@ -53,7 +53,10 @@ class Gold:
     def of(self, data: Mapping[str, object], number: int, id: object) -> list[int | None]:
         """Return the index of the true option of each question, or None if it is unknown.
 
-        Raise InputError for a value that is not an option. id: the record's id, with --id
+        Raise InputError for a value that is not an option.
+
+        Args:
+            id: The record's id, with --id.
         """
         row = data
         self._was_read = True

@@ -136,7 +136,9 @@ class Journal:
     def commit(self, numbers: list[int], offset: int, errors: int, extras: Sequence[Extra] = ()) -> None:
         """Record that the lines of the records `numbers` are on disk, up to byte `offset`.
 
-        errors: number of error lines so far; extras: what the end of the job needs about these records
+        Args:
+            errors: number of error lines so far
+            extras: the `extra` values of these records (see `Output.extras`)
         """
         for number in numbers:
             if not self.done.add(number):
@@ -154,14 +156,19 @@ class Journal:
             self._file.seek(0, os.SEEK_END)
 
     def grow(self, input: dict[str, Any]) -> None:
-        """Record that the job's input has become longer. input: its present identity"""
+        """Record that the job's input has become longer.
+
+        Args:
+            input: the present identity of the input
+        """
         self.end_entry = None
         self._append({"input": input})
 
     def finish(self, limit: int | None, *, keeps_lines: bool = True) -> None:
         """Mark the job as ended: every record up to `limit` (None: all) has its line.
 
-        keeps_lines: the lines file is kept after the output was made from it
+        Args:
+            keeps_lines: the lines file is kept after the output was made from it
         """
         self.end_entry = {"limit": limit, "keeps_lines": keeps_lines}
         self._append({"ended": self.end_entry})
@@ -215,15 +222,22 @@ class Journal:
 
 
 def covers(end_entry: dict[str, Any] | None, limit: int | None) -> bool:
-    """Return whether an ended job has done everything that a job with this --limit would do. end_entry: as in
-    Journal"""
+    """Return whether an ended job has done everything that a job with this --limit would do.
+
+    Args:
+        end_entry: as in Journal
+    """
     if end_entry is None:
         return False
     return end_entry["limit"] is None or (limit is not None and limit <= end_entry["limit"])
 
 
 def _seal(entry: dict[str, Any], before: int) -> tuple[bytes, int]:
-    """Return (line of an entry, its checksum). before: the checksum of the line before"""
+    """Return (line of an entry, its checksum).
+
+    Args:
+        before: the checksum of the line before
+    """
     body = json.dumps(entry, separators=(",", ":")).encode()
     crc = zlib.crc32(body, before)
     return body[:-1] + b',"crc":"%08x"}\n' % crc, crc

@@ -20,8 +20,11 @@ Notify = Callable[[str], None]  # called with a line for the user, such as "down
 
 
 def open_model(spec: JobSpec, backend: Backend, notify: Notify, *, weights: bool = True) -> tuple[Any, Any]:
-    """Return (checkpoint, tokenizer or None) of a job, without loading weights. weights: download the weights of a hub
-    id"""
+    """Return (checkpoint, tokenizer or None) of a job, without loading weights.
+
+    Args:
+        weights: Download the weights of a hub id.
+    """
     if backend.where:
         from ..cluster.http_bodies import remote_model
 
@@ -50,7 +53,11 @@ def find_model(name: str, model: ModelSpec, notify: Notify, *, weights: bool = T
 
 
 def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
-    """Raise JobError if the model has no tokenizer. texts: what needs it, for the error"""
+    """Raise JobError if the model has no tokenizer.
+
+    Args:
+        texts: The texts that need the tokenizer, for the error.
+    """
     if tokenizer is None:
         advice = "save its tokenizer.json beside it (transformers: AutoTokenizer.from_pretrained(...).save_pretrained("
         advice += "folder))"
@@ -105,8 +112,11 @@ class FleetModel:
 def load_fleet(
     spec: JobSpec, backend: Backend, checkpoint: Any, tokenizer: Any, notify: Notify, media: Any = None
 ) -> FleetModel:
-    """Return the fleet of a job. Its replicas load their models in the background. media: the MediaTable of the job's
-    tasks"""
+    """Return the fleet of a job. Its replicas load their models in the background.
+
+    Args:
+        media: The MediaTable of the job's tasks.
+    """
     from ..cluster.fleet import Fleet
     from ..model import config_from
     from ..trie import RowCost
@@ -129,10 +139,13 @@ def load_fleet(
 
 
 class LazyTasks(Mapping[str, Any]):
-    """The tasks of a batch. Each task is made when the first record needs it."""
+    """The tasks of a batch. Each task is made when the first record needs it.
+
+    Args:
+        reading: Options for reading images; they override the spec's.
+    """
 
     def __init__(self, names: tuple[str, ...], spec: JobSpec, checkpoint: Any, tokenizer: Any, **reading: Any):
-        """reading: options for reading images; they override the spec's"""
         self._names, self._spec = names, spec
         self._checkpoint, self._tokenizer = checkpoint, tokenizer
         self._tasks: dict[str, Any] = {}
@@ -184,8 +197,10 @@ class LazyTasks(Mapping[str, Any]):
 
 
 def task_spec(name: str, spec: JobSpec, checkpoint: Any) -> TaskSpec:
-    """Return the options of a task. With --recommended, the checkpoint's settings replace options that were not
-    given."""
+    """Return the options of a task.
+
+    With --recommended, the checkpoint's settings replace options that were not given.
+    """
     recommended = _recommended(spec, checkpoint) if name == "generate" else {}
     return replace(spec.tasks[name], **recommended)
 
@@ -207,8 +222,10 @@ def _recommended(spec: JobSpec, checkpoint: Any) -> dict[str, Any]:
 
 
 def uses_chat(spec: JobSpec, tokenizer: Any) -> bool:
-    """Return whether prompts are put into the chat template. Raise JobError for --chat or --system without a
-    template."""
+    """Return whether prompts are put into the chat template.
+
+    Raise JobError for --chat or --system without a template.
+    """
     has = tokenizer is not None and bool(tokenizer.chat_templates or spec.conversations.chat_template)
     if spec.chat and not has:
         raise JobError("--chat needs a chat template, but the model has none; leave it out, or give --chat-template")

@@ -112,8 +112,10 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample
 
 
 def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return (adapter, names of the tasks that records may need). Without a task, the input must be OpenAI batch
-    lines."""
+    """Return (adapter, names of the tasks that records may need).
+
+    Without a task, the input must be OpenAI batch lines.
+    """
     from ..wire import TASKS
     from .batch import OpenAIBatch, is_batch_line
 
@@ -204,7 +206,9 @@ def _adapter_kind(task: str, spec: JobSpec) -> tuple[Any, dict[str, Any]]:
 def _kept(reserved: Collection[str], spec: JobSpec, have: list[str] | None) -> dict[str, Any]:
     """Return `keep` and `keep_all` of Columns, from --keep.
 
-    reserved: names of the line's own fields; have: the input's columns, None if unknown
+    Args:
+        reserved: Names of the line's own fields.
+        have: The input's columns, None if unknown.
     """
     from ..tasks.rows import kept_name
 
@@ -236,7 +240,11 @@ def render_chat(task: str, spec: JobSpec, tokenizer: Any) -> Any:
 
 
 def open_job(input: Input, notify: Notify) -> Job:
-    """Return the job of an input. notify: called with lines about replicas"""
+    """Return the job of an input.
+
+    Args:
+        notify: Called with lines about replicas.
+    """
     from ..tasks.run import calibrated
 
     spec, tasks = input.spec, input.tasks
@@ -313,7 +321,8 @@ def _seed(path: Path | None, input: Input) -> int:
 def fingerprint(input: Input, seed: int | None) -> dict[str, Any]:
     """Return the fingerprint of a job: input, model, task, and the options that change a result.
 
-    seed: the seed of sampling; None: nothing is sampled
+    Args:
+        seed: The seed of sampling; None: nothing is sampled.
     """
     spec = input.spec
     options = spec.identity()

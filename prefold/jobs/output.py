@@ -1,8 +1,8 @@
 """The output of a job: its lines go to a file with a journal, or to standard output.
 
-Lines are written in groups, delayed by at most one second or one megabyte, so that small records stay cheap. Each group
-is one commit of the journal. A last pass sorts the lines into input order, or converts them to CSV, Parquet or gzip.
-The final file appears under its name only when it is complete.
+Lines wait until one second has passed or 1 MiB has come together. Then they are written together, as one commit of the
+journal, because a commit waits for the disk. If needed, a last pass sorts the lines into input order, or converts them
+to CSV, Parquet or gzip. The converted file appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -39,32 +39,33 @@ RESUME = "give the same command to resume"
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """The options of an output: the place of the lines, and the existing files that are accepted."""
+    """The options of an output: where to write, and what to do with existing files."""
 
     path: Path | None  # the output file; None: standard output
     keep_order: bool = False
     overwrite: bool = False
-    only_resume: bool = False  # there must be a job to resume
+    only_resume: bool = False  # raise JobError if there is no job to resume
     limit: int | None = None
-    # with --grown: raises JobError unless the input starts with the input of this identity
+    # With --grown: receives the journal's identity of the earlier input. Raises JobError unless the input starts with
+    # this earlier input.
     grown: Callable[[dict[str, Any]], None] | None = None
-    form: TableForm = field(default_factory=TableForm)  # what is known about a table's columns
+    form: TableForm = field(default_factory=TableForm)  # the columns of a table, as known before the job
     commit_seconds: float | None = None  # maximum delay before a line is durable; None: COMMIT_SECONDS
 
 
 class Output:
-    """Accepts each record's line once, from any thread.
+    """The destination of a job's lines. Any thread may call it; each record's line is written once.
 
     Attributes:
-        done: records whose lines are durable: from earlier runs, and committed by this run
-        count: number of records that have their line, committed or not
+        done: the records whose lines are durable, from earlier runs and from this run
+        count: number of records that have a line, durable or not
         errors: number of these lines that are errors
-        resumed: number of records that had their line when the output was opened
-        ended: an earlier run has done everything that this run would do
-        begun: this run has written something
+        resumed: number of records that had a line when the output was opened
+        ended: whether earlier runs have finished the job, so that nothing remains to do
+        begun: whether this run has written to a file
         notes: notes for the user about the final file
-        first_error: line of the first record that failed in this run
-        before_commit: called before written lines are made durable
+        first_error: the first error line of this run
+        before_commit: called before lines are made durable
     """
 
     def __init__(self) -> None:
@@ -77,42 +78,49 @@ class Output:
         self._lock = threading.Lock()
 
     def hold(self) -> None:
-        """Hold lines in memory until `release`, while it is uncertain whether the job can run."""
+        """Keep lines in memory until `release`, so that a job that cannot run leaves all files unchanged."""
 
     def release(self) -> None:
-        """Write the held lines, and replace an old output."""
+        """Allow commits again after `hold`. The next commit writes the held lines and replaces an old output."""
 
     def write(self, number: int, line: str, failed: bool, extra: Extra | None = None) -> None:
         """Accept the line of a record. Subclasses write it.
 
         Args:
             number: The number of the record.
-            line: Its line, without a line end.
-            failed: The line is an error.
-            extra: JSON data that the end of the job needs about the record (see `extras`).
+            line: The record's line, without a line end.
+            failed: Whether the line is an error.
+            extra: JSON data about the record that the job reads again at its end (see `extras`).
         """
         self.count += 1
         self.errors += failed
         self.first_error = self.first_error or (line if failed else None)
 
     def commit(self, *, due_only: bool = False) -> None:
-        """Make written lines durable. due_only: only if the last commit is old enough"""
+        """Make the accepted lines durable.
+
+        Args:
+            due_only: Do nothing if the last commit was less than `OutputOptions.commit_seconds` ago.
+        """
 
     def finish(self) -> None:
         """Commit the remaining lines, and end the output."""
         self.commit()
 
     def extras(self) -> Iterable[Extra]:
-        """Return the `extra` of all records that have their line, also from earlier runs, once for each record."""
+        """Return the `extra` of every record that has a line, including records of earlier runs."""
         return ()
 
     def close(self) -> None: ...
 
 
 def open_output(options: OutputOptions, job: dict[str, Any]) -> Output:
-    """Open the output of the job with the fingerprint `job`. If the job has a journal, the job resumes.
+    """Open the output of a job. If a file has the journal of this job, the job resumes.
 
     Raise JobError if the output belongs to another job, or cannot be written.
+
+    Args:
+        job: The fingerprint of the job, as in its journal.
     """
     if options.path is None:
         if options.keep_order:
@@ -124,12 +132,12 @@ def open_output(options: OutputOptions, job: dict[str, Any]) -> Output:
 
 
 def partial_path(output: Path) -> Path:
-    """Return the path of the lines file from which the last pass makes the output."""
+    """Return the path of the file with a job's lines before the last pass converts them."""
     return output.with_name(output.name + ".partial")
 
 
 class StreamOutput(Output):
-    """Writes lines in UTF-8 to a stream, as they come. There is no journal, so nothing can be resumed."""
+    """An output to a stream, in UTF-8, in the order of the calls. It has no journal, so the job cannot resume."""
 
     def __init__(self, stream: BinaryIO):
         super().__init__()
@@ -153,13 +161,13 @@ class StreamOutput(Output):
 
 
 class FileOutput(Output):
-    """Writes each record's line to a file exactly once, whenever the process dies.
+    """An output to a file. Each record has exactly one line in it, even if the process is killed and resumed.
 
-    JSONL is written as results come. For other formats, and with --keep-order, lines go to NAME.partial. The final file
-    is made from them when all lines exist.
+    JSONL is written as results come. For other formats, and with --keep-order, lines go to NAME.partial, and `finish`
+    converts them to the final file.
 
-    The journal is locked before any file is examined, and no file is changed before the first line is written. With
-    `hold`, a job that cannot run changes nothing, unless HELD_BYTES of error lines arrive before that is known.
+    The journal is locked before any file is examined, and no file is changed before the first commit. After `hold`,
+    nothing is committed until `release`, or until HELD_BYTES of lines have arrived.
     """
 
     def __init__(self, options: OutputOptions, job: dict[str, Any]):
@@ -173,7 +181,7 @@ class FileOutput(Output):
         self._finish = finish_for(self.path, options.keep_order, options.form)
         self.lines_path = self.path if self._finish is None else partial_path(self.path)
         self._job = {**job, "output": {"keep_order": options.keep_order}}
-        # Number, line and extra of a record are one tuple, so that a signal cannot separate them.
+        # Number, line and extra of a record are one tuple, because a signal can interrupt between two appends.
         self._pending: list[tuple[int, bytes, Extra | None]] = []
         self._bytes = 0
         self._last = time.monotonic()
@@ -192,7 +200,7 @@ class FileOutput(Output):
         self.count = self.resumed = len(self.done)
         self.ended = covers(self.journal.end_entry, self.limit)
         if self.ended and self.journal.end_entry is not None and not self.journal.end_entry.get("keeps_lines", True):
-            self._remove_lines()  # the job was killed before it could do so
+            self._remove_lines()  # the earlier run was killed before it removed them
 
     @property
     def num_bytes(self) -> int:
@@ -200,13 +208,13 @@ class FileOutput(Output):
         return self.journal.offset
 
     def _resume(self, options: OutputOptions) -> bool:
-        """Read the state of earlier runs of the job. Return False if there are none."""
+        """Read the journal of earlier runs. Return whether the job resumes."""
         self.journal.read()
         if self.journal.job is not None:
             size = self.lines_path.stat().st_size if self.lines_path.exists() else 0
             has_final = self._finish is not None and self.path.exists()
             before = self.journal.job.get("input")
-            if before and self._job.get("input"):  # a server's batch has none if its input was deleted
+            if before and self._job.get("input"):  # missing for a server's batch whose input was deleted
                 self._job["input"] = as_noted(self._job["input"], before)
             if options.grown is not None and before != self._job["input"]:
                 options.grown(before)
@@ -243,7 +251,7 @@ class FileOutput(Output):
         self._is_locked = False
 
     def _begin(self) -> None:
-        """Replace an old output. For a resumed job, remove only the uncommitted lines."""
+        """Open the lines file for writing, once. A new job replaces old lines; a resumed job cuts uncommitted lines."""
         if self.begun:
             return
         if self._resumes:
@@ -285,7 +293,7 @@ class FileOutput(Output):
         self.before_commit()
         data = b"".join(line for _, line, _ in self._pending)
         try:
-            with writing(self.lines_path, "what is written is kept", RESUME):
+            with writing(self.lines_path, "written lines are kept", RESUME):
                 self._begin()
                 num_bytes = 0
                 while num_bytes < len(data):
@@ -298,8 +306,8 @@ class FileOutput(Output):
         except JobError as error:
             self._broken = error
             raise
-        except BaseException:  # for example a second Ctrl-C: these lines must not be written again
-            self._broken = JobError(f"writing {self.lines_path} was interrupted; what is written is kept")
+        except BaseException:  # for example a second Ctrl-C: a later commit must not write these lines again
+            self._broken = JobError(f"writing {self.lines_path} was interrupted; written lines are kept")
             raise
 
     def finish(self) -> None:
@@ -309,7 +317,7 @@ class FileOutput(Output):
         self.release()
         self.commit()
         with writing(self.path, "the records are done and kept", RESUME):
-            self._begin()  # does nothing unless there was nothing to commit
+            self._begin()  # only has an effect if there was nothing to commit
             if self._finish is not None:
                 self.notes = self._finish(self.lines_path, self.path)
             # With --limit or --grown a later run continues from the lines, so keep them.
@@ -322,7 +330,7 @@ class FileOutput(Output):
         return self.journal.extras()
 
     def _remove_lines(self) -> None:
-        """Remove the lines file after the output was made from it."""
+        """Remove the lines file if it is separate from the output and the output exists."""
         if self.path != self.lines_path and self.path.exists():
             self.lines_path.unlink(missing_ok=True)
 
@@ -332,14 +340,17 @@ class FileOutput(Output):
         self.journal.close()
 
 
-# makes the final file from the lines file, and returns notes for the user: (lines file, final file) -> notes
+# (lines file, final file) -> notes for the user: converts the lines to the final file
 Finish = Callable[[Path, Path], list[str]]
 
 
 def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> Finish | None:
-    """Return the function that makes the file `path` from the lines, or None if the lines are the file.
+    """Return the function that converts the lines to the format of `path`, or None if the lines are the final file.
 
-    Raise JobError for an unknown file extension, and MissingExtraError without pyarrow. form: the columns of a table
+    Raise JobError for an unknown file extension. Raise MissingExtraError if the format needs pyarrow.
+
+    Args:
+        form: The columns of a table, as known before the job.
     """
     suffixes = [s.lower() for s in path.suffixes]
     is_gzip = suffixes[-1:] == [".gz"]
@@ -372,7 +383,11 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
 
 
 class _OutputLines:
-    """The lines of the output; can be iterated several times. `keep_order`: in input order"""
+    """The lines of the lines file without their numbers. Iteration may start again.
+
+    Args:
+        keep_order: Whether to yield lines in the order of the input, instead of the order of the file.
+    """
 
     def __init__(self, file: BinaryIO, keep_order: bool):
         self._file = file
@@ -416,10 +431,10 @@ def _write_csv(open_file: Any, delimiter: str, lines: _OutputLines, path: Path, 
 
 
 class _UnixLines:
-    """Ends the records of a csv.writer with "\\n".
+    """A text file that replaces the line end "\\r\\n" of each record by "\\n".
 
-    The writer itself must use "\\r\\n". Before Python 3.13 it quotes carriage returns only if they are part of its line
-    end.
+    The csv writer must use "\\r\\n": before Python 3.13, it quotes a carriage return in a cell only if its line end
+    contains one.
     """
 
     def __init__(self, file: TextIO):

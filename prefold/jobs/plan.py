@@ -132,7 +132,7 @@ def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
 
 @dataclass(frozen=True)
 class LayerwisePlan:
-    """What a job reads of weights that are loaded layer by layer, because they do not fit in memory."""
+    """The weights that a job reads layer by layer, because they do not fit in memory."""
 
     windows: int  # how often all weights are read (an estimate)
     bytes: int  # size of all weights in their file
@@ -146,9 +146,11 @@ MEASURED_BYTES = 64 << 20  # read this much of a file to measure the read speed
 def plan_layerwise(
     plan: JobPlan, model: ModelSpec, checkpoint: Checkpoint, *, window: int, measure: bool
 ) -> LayerwisePlan | None:
-    """Return what a job would read of weights layer by layer, or None if it would keep them in memory or could not run.
+    """Return the LayerwisePlan of a job, or None if the weights would stay in memory or the job could not run.
 
-    window: tokens of a window of the job; measure: whether to measure `rate`
+    Args:
+        window: Tokens of a window of the job.
+        measure: Whether to measure `rate`.
     """
     from ..worker.native.load import shapes_of, window_extents, window_rows
 

@@ -41,7 +41,12 @@ _HEAD = struct.Struct("<QIIII")  # record, item, number of items, part (request 
 
 
 def with_tags(number: int, meta: Any, works: list[Any], seed: int = 0) -> list[tuple[Request, bytes]]:
-    """Return every request of a record with its tag. works: the Work of each of its items; seed: the job's"""
+    """Return every request of a record with its tag.
+
+    Args:
+        works: the Work of each item of the record
+        seed: the seed of the job
+    """
     requests = []
     for item, work in enumerate(works):
         for part, request in enumerate(work.requests):
@@ -181,12 +186,12 @@ class Reader:
     """Reads the source of a job in its own thread, in one of three modes.
 
     - spooled: requests of each task go into a spool. `batches` yields the spools after the whole input is read.
-    - early: as spooled, but the first task also has a feed. `batches` yields it at once. Requests that engines want go
-      into the feed, the others into the spool. The feed ends with the input; then the spool is complete.
+    - early: as spooled, but the first task also has a feed, which `batches` yields at once. Requests that engines ask
+      for go into the feed, the others into the spool. The feed ends with the input; then the spool is complete.
     - live (`Job.streaming`): requests of each task go into a feed. `batches` yields the feed that has waited longest,
       again and again. The reader waits for free capacity in a feed.
 
-    Spooled and early make one stream of the whole input. Live makes streams of what is there.
+    Spooled and early make one stream of the whole input. Live makes streams of the requests that wait.
 
     Known answers (`Job.kept`) go to `deliver`, called with the task, the tag and the answer.
 
@@ -196,7 +201,7 @@ class Reader:
     Attributes:
         has_work: set at the first request, or when it is certain that there is none; the owner waits for it before it
             loads a model
-        has_requests: valid after `has_work` is set: whether there is a request
+        has_requests: whether there is a request; valid after `has_work` is set
         has_ended: set when everything is read (live: no feed gets more requests), or when reading failed
         is_loaded: set by the owner when the job's model is loaded
     """
@@ -394,8 +399,10 @@ class Reader:
     ) -> list[tuple[Request, bytes]]:
         """Deliver the known answers of a record's requests. Return the other requests.
 
-        The tag of a returned request starts with the key of its answer. asked: the same requests without seeds derived
-        from the job's seed
+        The tag of a returned request starts with the key of its answer.
+
+        Args:
+            asked: the same requests without seeds derived from the job's seed
         """
         job = self._job
         assert job.kept is not None and self._deliver is not None
@@ -445,8 +452,10 @@ class Reader:
         return any(since is not None and since < late for since in starts)
 
     def _works(self, task: str, items: list[Any]) -> list[Any]:
-        """Return the Work of each item, or its InputError. If the model cannot do the task, all items get that
-        error."""
+        """Return the Work of each item, or its InputError.
+
+        If the model cannot do the task, all items get that error.
+        """
         try:
             return self._job.tasks[task].prepare(items)
         except (InputError, UnsupportedModelError) as error:

@@ -139,7 +139,8 @@ class Source:
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
         """Yield the records in order. Raise JobError if the file itself is damaged or cannot be read.
 
-        columns: the columns that will be used; a Parquet file reads no others
+        Args:
+            columns: the columns that will be used; a Parquet file reads no others
         """
         raise NotImplementedError
 
@@ -168,11 +169,19 @@ class RecordAdapter(Protocol):
         ...
 
     def line(self, number: int, meta: Any, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the output object of a record. answers: the task's answer to each of its items"""
+        """Return the output object of a record.
+
+        Args:
+            answers: the task's answer to each of its items
+        """
         ...
 
     def error_line(self, number: int, meta: Any, error: InputError) -> dict[str, Any]:
-        """Return the output object of a record that failed. meta: None if only the record's number is known"""
+        """Return the output object of a record that failed.
+
+        Args:
+            meta: None if only the record's number is known
+        """
         ...
 
 
@@ -214,10 +223,12 @@ class TextSet:
     """A set of texts, as 64-bit digests.
 
     The probability that two different texts of n share a digest is about n^2 / 2^65 (1e-9 for 200,000).
+
+    Args:
+        most_new: new digests are merged into the sorted array in groups of this size
     """
 
     def __init__(self, most_new: int = 1 << 16) -> None:
-        """most_new: new digests are merged into the sorted array in groups of this size"""
         self._most_new = most_new
         self._sorted = np.zeros(0, np.uint64)
         self._new: set[int] = set()  # digests that are not in `_sorted` yet

@@ -99,17 +99,23 @@ def _lines_of(judgement: Judgement, precision: float) -> list[str]:
 
 
 class Review:
-    """Collects what the end of a job of decisions needs, and evaluates it."""
+    """Collects what the end of a job of decisions needs, and evaluates it.
+
+    Args:
+        gold: The true answers; None: there are none.
+    """
 
     def __init__(self, spec: JobSpec, task: DecideTask, gold: Gold | None, checkpoint: Checkpoint):
-        """gold: the true answers; None: there are none"""
         self.gold = gold
         self._spec, self._task, self._checkpoint = spec, task, checkpoint
         self._path = review_path(spec)
 
     def check(self, *, ended: bool) -> None:
-        """Raise JobError if the file of doubtful records exists, because it may contain labels. ended: the job ended
-        before"""
+        """Raise JobError if the file of doubtful records exists, because it may contain labels.
+
+        Args:
+            ended: Whether an earlier run has ended the job. The file is then from that run.
+        """
         path = self._path
         if path is not None and path.exists() and not ended and not self._spec.output.overwrite:
             raise JobError(
@@ -145,8 +151,11 @@ class Review:
         return own | meta.get("keep", {}) | meta.get("row", {}) | head
 
     def conclude(self, extras: Iterable[Extra]) -> Conclusion:
-        """Compare the answers with the true answers, and write the files. extras: what `extra` returned for all
-        records"""
+        """Compare the answers with the true answers, and write the files.
+
+        Args:
+            extras: What `extra` returned for all records.
+        """
         conclusion = Conclusion(precision=self._spec.output.precision, doubtful=0 if self._task.marks else None)
         questions = self._task.questions
         found = [(array("q"), array("q"), array("d")) for _ in questions]  # numbers, places, probabilities

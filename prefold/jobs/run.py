@@ -62,7 +62,7 @@ class Flow:
         Args:
             engine: The engine.
             batch: The requests.
-            see: Called with each window as it is taken.
+            see: Called with each window when the engine takes it.
             stopping: Called after every step and every result. If it returns True, no more lines are written.
             run: As in `results_of`.
         """
@@ -75,7 +75,7 @@ class Flow:
         return not stopping()  # the engine may have stopped because of it
 
     def _take(self, task: Task, tag: bytes, result: Answer) -> None:
-        """Take the result of a request, and write its record's line if the record is complete."""
+        """Store the result of a request, and write its record's line if the record is complete."""
         with self._lock:
             record = self.gather.add(tag, result)
             if record is not None:
@@ -123,8 +123,10 @@ class Flow:
             self.job.output.write(record.number, line, failed=False, extra=extra)
 
     def _line(self, task: Task, record: DoneRecord) -> tuple[str, Extra | None]:
-        """Return (the output line of a complete record, its extra data). Raise InputError as the task's `finish`
-        does."""
+        """Return (the output line of a complete record, its extra data).
+
+        Raise InputError as the task's `finish` does.
+        """
         answers = [finish(task, note, values) for note, values in record.items]
         review = self.job.review
         extra = None if review is None else review.extra(record.number, record.meta, answers)
@@ -165,7 +167,8 @@ def run_beside(
 def write_errors(source: Source, adapter: RecordAdapter, output: Output, error: InputError) -> None:
     """Write an error for each record without a line, if a job ends before all records are computed.
 
-    adapter: an adapter that has read no records
+    Args:
+        adapter: An adapter that has read no records.
     """
     for record in source.records():
         meta = adapter.read(record).meta
@@ -207,14 +210,16 @@ class Interrupted(JobError):
     """Raised if a signal has stopped the job. Finished lines are written. `signal` is the number of the signal."""
 
     def __init__(self, number: int):
-        super().__init__("the job was interrupted; what is done is written")
+        super().__init__("the job was interrupted; finished records are written")
         self.signal = number
 
 
 @dataclass
 class Summary:
-    """The summary of a job. `records`, `errors` and `resumed` count all lines of the output, other fields count this
-    run."""
+    """The summary of a job.
+
+    `records`, `errors` and `resumed` count all lines of the output, other fields count this run.
+    """
 
     records: int = 0
     errors: int = 0
@@ -325,8 +330,10 @@ class _Run:
         return self.summary
 
     def _conclude(self) -> None:
-        """Finish the review of the answers, after all lines are written. If the job is killed here, the next run does
-        it."""
+        """Finish the review of the answers, after all lines are written.
+
+        If the job is killed here, the next run does it.
+        """
         if self.job.review is not None:
             self.summary.conclusion = self.job.review.conclude(self.output.extras())
 

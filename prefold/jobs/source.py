@@ -33,8 +33,10 @@ _DIGEST_BLOCKS = 512
 
 
 def file_identity(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Return the identity of a file's content, or of its first `size` bytes: {"bytes": size, "digest": BLAKE2b in
-    hex}."""
+    """Return the identity of a file's content, or of its first `size` bytes.
+
+    The identity is {"bytes": size, "digest": BLAKE2b in hex}.
+    """
     size = path.stat().st_size if size is None else size
     return {"bytes": size, "digest": sampled_digest(path, size, _DIGEST_BLOCKS, _WHOLE_DIGEST)}
 
@@ -219,7 +221,10 @@ def _suffix_format(path: Path) -> str | None:
 def _stream_source(name: str, format: str, stream: Iterable[bytes], options: TableOptions) -> Source:
     """Return the source of the records in a stream, which can only be read once.
 
-    Raise JobError for a format that cannot be read from a stream. name: "-", or the path of a pipe
+    Raise JobError for a format that cannot be read from a stream.
+
+    Args:
+        name: "-", or the path of a pipe.
     """
     subject = "standard input" if name == "-" else name
     if format == "parquet":

@@ -25,7 +25,8 @@ _OF_LINES = {"record", "id", "error", "results"}
 def reserved_names(task: str, *, has_id: bool = True) -> frozenset[str]:
     """Return the names of the fields of a task's output line. Repeated columns need other names.
 
-    has_id: whether lines have the field `id` (--id)
+    Args:
+        has_id: Whether lines have the field `id` (--id).
     """
     names = _OF_LINES | names_in_lines(task)
     return frozenset(names if has_id else names - {"id"})
@@ -70,7 +71,11 @@ class TableAdapter:
         self.labels: Counter[str] = Counter()  # {label: number of lines in this run}
 
     def check(self, have: list[str] | None) -> None:
-        """Raise JobError if the table lacks a used column. have: its columns; None if unknown"""
+        """Raise JobError if the table lacks a used column.
+
+        Args:
+            have: The columns of the table; None if unknown.
+        """
         if have is not None:
             self._rows.check(have)
 
@@ -125,8 +130,11 @@ class TableAdapter:
         return head | self._fields_of(answers[0])
 
     def _fields_of(self, answer: Answer, *, is_part: bool = False) -> dict[str, Any]:
-        """Return the fields of an answer in the record's line, or with `is_part` in the list of the record's
-        results."""
+        """Return the fields of an answer in the output line of its record.
+
+        Args:
+            is_part: Return the fields of an entry of `results` instead. The record has a list of prompts.
+        """
         return answer.line()
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:
@@ -179,10 +187,13 @@ class DecisionColumns(TableAdapter):
     """The TableAdapter of "decide" for tables that people read: a column NAME with the value of each question.
 
     `Decision.columns` lists the other columns. A question that failed has a column NAME_error instead.
+
+    Args:
+        every: As in `Decision.columns`.
+        keeps: Keep the object of all answers, as a nested column.
     """
 
     def __init__(self, *arguments: Any, every: bool = False, keeps: bool = False, **options: Any):
-        """every: as in `Decision.columns`; keeps: keep the object of all answers, as a nested column"""
         super().__init__(*arguments, **options)
         self._every, self._keeps = every, keeps
 
@@ -224,7 +235,8 @@ def with_columns(result: dict[str, Any], repeated: Collection[str], *, every: bo
 
     If names in `repeated` start with answer_, another answer_ is put before it.
 
-    every: rename all properties
+    Args:
+        every: Rename all properties.
     """
     try:
         answer = json.loads(result.get("text", ""))

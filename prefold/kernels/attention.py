@@ -39,13 +39,13 @@ class AttentionKernels(Family):
 
         Args:
             end: the end of each key's interval [j, end[j]).
-            positions: of the keys; None without a window.
+            positions: the position of each key; None without a window.
             first: the first row of each key's span; None without spans.
             placed: write placed runs instead of runs and masked pairs.
 
         Raises:
             ValueError: the intervals are not nested, or positions do not ascend along a path.
-            MemoryError: memory is short.
+            MemoryError: there is not enough memory.
         """
         not_nested = c_int32()
         handle = self._calls["plan_rows"](
@@ -75,8 +75,12 @@ class AttentionKernels(Family):
     ) -> SlotLists:
         """Plan the tiles of queries over slots. The caller must pass contiguous int64 arrays.
 
-        runs: start, count, position, first and last of `attention.KeyRuns`; group: query heads per KV head; placed: see
-        `plan_rows`. Raise MemoryError if memory is short.
+        Raise MemoryError if there is not enough memory.
+
+        Args:
+            runs: start, count, position, first and last of `attention.KeyRuns`
+            group: query heads per KV head
+            placed: see `plan_rows`
         """
         addresses = (address(array) for array in runs)
         handle = self._calls["plan_slots"](
@@ -151,7 +155,9 @@ class AttentionKernels(Family):
     ) -> np.ndarray:
         """Return softmax(q k^T * scale) v over the slots in `lists`, [queries, heads, value dim].
 
-        cap: see `prefold.worker.attention.Heads`; sinks: see `prefold.worker.attention.RowAttention.attend`.
+        Args:
+            cap: see `prefold.worker.attention.Heads`
+            sinks: see `prefold.worker.attention.RowAttention.attend`
         """
         return self._attend(
             "slot_attention", SlotCall(lists.call, plane), q, (plane.kv_heads, plane.value_dim), scale, cap, sinks
@@ -169,7 +175,8 @@ class AttentionKernels(Family):
     ) -> np.ndarray:
         """Set the fields that calls over rows and over slots share, call, and return the result.
 
-        values: the number of KV heads, and the dimension of a value.
+        Args:
+            values: the number of KV heads, and the dimension of a value
         """
         kv_heads, value_dim = values
         out, tiles = np.empty((*q.shape[:2], value_dim), q.dtype), call.tiles

@@ -30,7 +30,10 @@ from .compile import (
 def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
     """Return the library for these sources, flags and this CPU, from the cache or compiled now.
 
-    again: compile even if it is in the cache. Raise BuildError if it cannot be compiled.
+    Raise BuildError if it cannot be compiled.
+
+    Args:
+        again: compile even if it is in the cache
     """
 
     def make(compiler: Sequence[str], path: Path) -> None:
@@ -130,7 +133,8 @@ def _kept(name: str, make: Callable[[Sequence[str], Path], None], again: bool) -
 def fingerprint(flags: Sequence[str], sources: Path = SOURCES, own: Mapping[str, tuple[str, ...]] = OWN_FLAGS) -> str:
     """Return a name that depends on the sources, the flags and the CPU: native code may not run on another CPU.
 
-    own: additional flags of single sources.
+    Args:
+        own: additional flags of single sources
     """
     digest = hashlib.sha256()
     for source in sorted(sources.iterdir()):

@@ -84,7 +84,11 @@ def variants() -> list[Variant]:
 
 
 def runnable(bits: int) -> list[Variant]:
-    """Return the variants that run on a CPU with these features, the best first. bits: see `probe.cpp`."""
+    """Return the variants that run on a CPU with these features, the best first.
+
+    Args:
+        bits: See `probe.cpp`.
+    """
     return [variant for variant in variants() if all(bits >> feature & 1 for feature in variant.features)]
 
 

@@ -20,10 +20,12 @@ class Installed:
 
     They are one library for the machine on which prefold was installed, or the variants of a wheel. A wheel also has
     the probe, which tells which variants run on this CPU.
+
+    Args:
+        probe: Returns the bits of `probe.cpp` (default: the bits of this CPU and its system).
     """
 
     def __init__(self, folder: Path = LIBRARIES, probe: Callable[[], int] | None = None):
-        """probe: returns the bits of `probe.cpp` (default: the bits of this CPU and its system)."""
         self.folder = folder
         self.probe = probe or self._probe
 
@@ -38,7 +40,11 @@ class Installed:
         return path if path.exists() else None
 
     def reason(self, error: Exception) -> str:
-        """Return why there are no kernels. error: the reason why they cannot be compiled."""
+        """Return why there are no kernels.
+
+        Args:
+            error: The reason why they cannot be compiled.
+        """
         if self.is_wheel or self.native or not any(self.folder.glob("kernels-*.so")):
             return str(error)
         return (

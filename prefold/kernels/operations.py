@@ -58,7 +58,10 @@ class ElementwiseKernels(Family):
     def gate_mul(self, gate_up: np.ndarray, activation: str) -> np.ndarray:
         """Return activation(gate) * up, [rows, width], from gate_up [rows, 2 * width].
 
-        activation: "silu" or "gelu_tanh". Raise ValueError if gate_up has an odd number of columns.
+        Raise ValueError if gate_up has an odd number of columns.
+
+        Args:
+            activation: "silu" or "gelu_tanh"
         """
         rows, width = gate_up.shape
         if width % 2:
@@ -133,8 +136,8 @@ class LogitKernels(Family):
             filters: float64 [n, 4], top_n_sigma, min_p, top_k and top_p, applied in this order.
 
         Raises:
-            ValueError: the logits or filters have another form, or a row does not exist.
-            MemoryError: memory is short.
+            ValueError: the logits or filters have a wrong shape or dtype, or a row does not exist.
+            MemoryError: there is not enough memory.
         """
         if logits.dtype != FLOAT32 or not is_dense(logits):
             raise ValueError(f"cannot draw from {logits.dtype} {list(logits.shape)}; pass contiguous float32 rows")

@@ -80,7 +80,11 @@ class BlockKernels(Family):
         return _joined(held, sum(len(part.rows) for part in parts), inputs)
 
     def _packed(self, kind: int, rows: np.ndarray, inputs: int, pool: PanelPool) -> Blocks:
-        """Pack panels of one type. rows: int64 addresses of the rows of whole panels; 0: a row of zeros."""
+        """Pack panels of one type.
+
+        Args:
+            rows: int64 addresses of the rows of whole panels; 0: a row of zeros
+        """
         panels, size = len(rows) // COLUMNS, self._calls["block_panel_size"](kind, inputs)
         memory = pool.take((panels, size // 4))
         self._calls["pack_blocks"](kind, address(rows), panels, inputs, address(memory), threads())
@@ -90,7 +94,8 @@ class BlockKernels(Family):
     def _decoded(self, rows: np.ndarray, kinds: np.ndarray, inputs: int) -> np.ndarray:
         """Decode rows of several types to float32 [rows, inputs].
 
-        rows, kinds: the address and the type of each row; type -1: a row of zeros.
+        Args:
+            rows, kinds: the address and the type of each row; type -1: a row of zeros
         """
         floats = np.zeros((len(rows), inputs), np.float32)
         for kind in set(kinds.tolist()) - {-1}:
@@ -121,8 +126,10 @@ class BlockKernels(Family):
     def pack_int8(self, weight: np.ndarray, pool: PanelPool | None = None) -> Blocks:
         """Pack weight [outputs, inputs], float32 or bfloat16, as an int8 matrix for products with int8 rows.
 
-        In each group of a row, the largest number becomes 127 or -127. pool: provides the memory. Raise MemoryError if
-        memory is short.
+        In each group of a row, the largest number becomes 127 or -127. Raise MemoryError if there is not enough memory.
+
+        Args:
+            pool: provides the memory
         """
         (outputs, inputs), weight = weight.shape, np.ascontiguousarray(weight)
         group = next(group for group in GROUPS if -(-inputs // RUN) * RUN % group == 0)
@@ -196,7 +203,8 @@ class PackKernels(Family):
             weight: [columns, k], or several such parts, one after the other; float32, bfloat16 or float16, all parts of
                 the same dtype. Rows may have any stride and start at any byte. Rows that are not contiguous are copied.
             pool: provides the memory.
-            dtype: of the packed numbers, one of DTYPES (default: the weight's). Numbers are rounded to nearest even.
+            dtype: the dtype of the packed numbers, one of DTYPES (default: the weight's). Numbers are rounded to
+                nearest even.
             gated: the first half of the columns is gate, the second half up. LANES columns of each alternate, and each
                 half is padded with zeros to whole LANES.
 
@@ -247,7 +255,13 @@ class PackKernels(Family):
         dtype: np.dtype | None,
         pool: PanelPool | None,
     ) -> np.ndarray:
-        """Pack rows. parts: the arrays that own them; addresses: int64, of each row; fill: zeros to add to each row."""
+        """Pack rows.
+
+        Args:
+            parts: the arrays that own them
+            addresses: int64, of each row
+            fill: zeros to add to each row
+        """
         dtypes = {part.dtype for part in parts}
         dtype = dtype or parts[0].dtype
         function = self._calls.get(("pack_words", parts[0].dtype, dtype))
@@ -281,7 +295,8 @@ def _in_turn(addresses: np.ndarray) -> np.ndarray:
 class PanelPool:
     """An allocator that cuts arrays from a few large pieces. A piece lives as long as any array in it.
 
-    piece: the least size of a piece, in bytes.
+    Args:
+        piece: the least size of a piece, in bytes
     """
 
     def __init__(self, piece: int = PIECE) -> None:
@@ -374,8 +389,10 @@ class ProductKernels(Family):
     ) -> np.ndarray:
         """Return x [rows, k] times the packed matrix, plus bias [columns]: [rows, columns], in x's dtype.
 
-        out: contiguous memory for the result. If it is float32 and x is bfloat16, sums are stored without rounding.
         Raise ValueError if shapes or dtypes do not fit.
+
+        Args:
+            out: contiguous memory for the result. If it is float32 and x is bfloat16, sums are stored without rounding
         """
         if out is None:
             out = np.empty((len(x), columns), x.dtype)
@@ -386,8 +403,11 @@ class ProductKernels(Family):
     ) -> np.ndarray:
         """Return activation(gate) * up, [rows, width], for x [rows, k].
 
-        The matrix and bias [2 * width] have sixteen columns of gate, then sixteen of up, and so on. activation: a name
-        in `prefold_gated_linear_*` (src/interface.h). Raise ValueError if there is no such product.
+        The matrix and bias [2 * width] have sixteen columns of gate, then sixteen of up, and so on. Raise ValueError if
+        there is no such product.
+
+        Args:
+            activation: a name in `prefold_gated_linear_*` (src/interface.h)
         """
         out = np.empty((len(x), width), x.dtype)
         return self._multiply(("gated_linear", activation, x.dtype), x, packed, width, bias, out)
@@ -401,7 +421,11 @@ class ProductKernels(Family):
         bias: np.ndarray | None,
         out: np.ndarray,
     ) -> np.ndarray:
-        """Call a product and return out [rows, columns]. columns: the C function's `columns` or `width`."""
+        """Call a product and return out [rows, columns].
+
+        Args:
+            columns: the C function's `columns` or `width`
+        """
         function, (rows, size) = self._calls.get(key), x.shape
         inputs = packed.inputs if isinstance(packed, Blocks) else packed.shape[1] * 4 // x.itemsize
         if function is None or size != inputs:

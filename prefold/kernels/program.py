@@ -45,7 +45,8 @@ class RankKernels(Family):
     def sum_ranks(self, view: RanksView, x: np.ndarray) -> None:
         """Set x to the sum over all ranks, added in the order of the ranks and rounded once.
 
-        x: contiguous, of one of DTYPES.
+        Args:
+            x: Contiguous, of one of DTYPES.
         """
         assert x.flags.c_contiguous and x.dtype in DTYPES
         check_met(self._calls["sum_ranks", x.dtype](byref(view), address(x), x.size, threads()))
@@ -53,7 +54,8 @@ class RankKernels(Family):
     def gather_ranks(self, view: RanksView, piece: np.ndarray) -> np.ndarray | None:
         """Return all ranks' pieces, [ranks, *shape of a piece], on rank 0, and None on other ranks.
 
-        piece: contiguous, with the same shape on all ranks.
+        Args:
+            piece: Contiguous, with the same shape on all ranks.
         """
         pieces = np.empty((view.size, *piece.shape), piece.dtype) if view.rank == 0 else None
         check_met(self._calls["gather_ranks"](byref(view), address(piece), piece.nbytes, address(pieces)))
@@ -66,8 +68,10 @@ class ProgramKernels(Family):
     def follow_program(self, call: ProgramCall, takes: bool) -> None:
         """Change a call over slots into the call of the next step.
 
-        Each row moves on by one position, one slot and one key of its own. takes: whether each row's token becomes the
-        token that the call chose for the row.
+        Each row moves on by one position, one slot and one key of its own.
+
+        Args:
+            takes: Whether each row's token becomes the token that the call chose for the row.
         """
         self._calls["follow_program"](byref(call), takes)
 
@@ -77,7 +81,7 @@ class ProgramKernels(Family):
         Raises:
             ValueError: a slot, a token or a position does not exist.
             CollectiveError: the ranks of a split model did not meet.
-            MemoryError: memory is short.
+            MemoryError: there is not enough memory.
         """
         if failed := self._calls["run_program"](byref(call)):
             wrong = {

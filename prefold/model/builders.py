@@ -402,7 +402,7 @@ class LayerBuilder:
 
         Args:
             width: inner width.
-            prefix: of the module names.
+            prefix: the prefix of the module names.
             named: adapters can change its linears.
             summed: sum the result over all ranks.
         """

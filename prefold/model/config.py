@@ -163,9 +163,9 @@ class Mixture:
 class Latent:
     """The sizes of multi-head latent attention (MLA), in elements."""
 
-    rank: int  # of a latent, from which keys and values are computed
-    query_rank: int  # of a query latent; 0: queries are computed from the residual stream
-    dim: int  # of a key without its tail
+    rank: int  # elements of a latent, from which keys and values are computed
+    query_rank: int  # elements of a query latent; 0: queries are computed from the residual stream
+    dim: int  # elements of a key without its tail
     tail: int  # the rotated end of a key, shared by all heads
     value_dim: int
 
@@ -240,7 +240,7 @@ class ModelConfig:
             further result; 0: no per-layer embeddings.
         layer_vocab: rows of the per-layer embedding; token ids beyond it use row 0. 0: vocab_size.
         layer_scales: after each layer, the residual stream is multiplied by a scalar weight of the layer.
-        activation: of the MLP: an activation of `Linear`, or "xielu" (only for MLPs without a gate).
+        activation: the MLP's activation: an activation of `Linear`, or "xielu" (only for MLPs without a gate).
         gate_scale: factor of the gates of a gated MLP before the activation; not used for experts.
         gated: the output of attention is multiplied by the sigmoid of gates that are computed with q, one per element.
         head_gates: the output of each attention head is multiplied by the sigmoid of a gate computed with q; "each":

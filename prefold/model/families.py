@@ -168,7 +168,7 @@ Family = Callable[[HFConfig], ModelConfig]
 Fallback = Callable[[Settings, str, bool], Family | None]
 
 MOST_LABELS = 2**20
-MOST_CHARACTERS = 1200  # of an error message
+MOST_CHARACTERS = 1200  # maximum length of an error message
 
 
 def config_from(hf: HFConfig) -> ModelConfig:

@@ -63,8 +63,10 @@ class Names:
         return self._named(stored, self.parts) or (stored,)
 
     def grouped_by(self, stored: str) -> str | None:
-        """Return the `ModelConfig.sizes` entry with the number of groups in a stored tensor or module; None: one
-        group."""
+        """Return the key in `ModelConfig.sizes` for the number of groups of a fused module (see `grouped`).
+
+        Return None if the module, or the module of the tensor `stored`, has one group.
+        """
         return next((size for module, size in self.grouped.items() if re.search(rf"\b{module}(\.|$)", stored)), None)
 
     def of_stack(self, stored: str) -> tuple[str, ...]:

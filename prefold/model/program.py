@@ -175,10 +175,11 @@ class Linear(Operation):
     source: Buffer
     out: Buffer
     weight: Weight
-    bias: Weight | None = None  # of the first outputs, perhaps not of all
+    bias: Weight | None = None  # may be shorter than the outputs; then the last outputs have no bias
     layer: int = -1
-    name: str = ""  # by which adapters find it in `layer`; "": adapters cannot change it
-    activation: str = ""  # of the result: "silu", "gelu_tanh", "gelu", "relu", "relu2" (relu squared) or "" (none)
+    name: str = ""  # the linear's name in `layer`, for adapters; "": adapters cannot change it
+    # Applied to the result: "silu", "gelu_tanh", "gelu", "relu", "relu2" (relu squared), or "": nothing.
+    activation: str = ""
     # The first half of the outputs is gate, the second half up: out = activation(gate_scale * gate) * up.
     gated: bool = False
     summed: bool = False  # each rank has some of the inputs: sum the result over all ranks

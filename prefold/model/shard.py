@@ -32,7 +32,7 @@ WIDTH_UNIT = 16
 class Split:
     """The part of each tensor of a checkpoint that a rank holds."""
 
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the whole model's tensors, by name
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # {name: shape} of the whole model's tensors
     # Takes a tensor's name and whole shape, and returns the rank's part, as `Shard.part`. None: the rank holds all.
     part: Callable[[str, tuple[int, ...]], tuple[slice, ...]] | None = None
 

@@ -31,45 +31,46 @@ from . import mxfp4
 from .config import ModelConfig, head_order
 from .names import GGUF, GGUF_OF, GGUF_OUT_NORMS, Names
 
-BLOCK = 1 << 20  # numbers decoded at once: 4 MiB of float32 fit in caches, and malloc returns them to the system
-# GGUF types whose rows are plain numbers with a NumPy dtype.
+BLOCK = 1 << 20  # elements decoded at once: 4 MiB of float32 fit in caches, and malloc returns them to the system
+# GGUF types without compression: each row is an array of this NumPy dtype.
 NUMBERS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
 
 
 class TensorSource(Protocol):
-    """Tensors by name: transformers' names of Llama, without the prefix "model."."""
+    """The tensors of a checkpoint under prefold's names: transformers' names for Llama, without "model."."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of each tensor, by name."""
+        """Return {name: shape} of all tensors."""
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
-        """Return the tensor or a part of it, in the file's dtype if the file stores plain numbers, else as float32.
+        """Return the tensor or a part of it, as float32 if the file stores it in compressed blocks.
 
-        The array is a read-only view of the mapped file if the file stores the numbers in this order.
+        Otherwise the array has the file's dtype. It is a read-only view of the mapped file if the file stores the
+        elements in the same order.
         """
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
-        """Copy the tensor or a part of it into `target`, which has its shape and any dtype. Round to nearest."""
+        """Copy the tensor or a part of it into `target`, an array of the same shape. Convert to its dtype, rounding."""
 
     def extent(self, name: str) -> Extent:
-        """Return the bytes of a file that hold the tensor.
+        """Return the place of the tensor's bytes in the file.
 
-        The number of bytes is right even if they are not contiguous.
+        If the bytes are not contiguous, the extent starts at the first byte, and its size is the number of bytes.
         """
 
 
 class StoredSource(TensorSource, Protocol):
-    """A source that can also return matrices as they are stored."""
+    """A source that can also return matrices undecoded, in the bytes of the file."""
 
     def stored_type(self, name: str) -> tuple[str, int]:
-        """Return the storage type of a matrix, a name of `kernels.BLOCK_TYPES`, and the bytes per row.
+        """Return (storage type of a matrix, bytes per row). The type is a name of `kernels.BLOCK_TYPES`.
 
-        Return ("", 0) if the rows are not available as stored.
+        Return ("", 0) if `stored` cannot return the matrix.
         """
 
     def stored(self, name: str) -> StoredRows | None:
-        """Return the rows of a matrix as stored; None if `stored_type` has no type."""
+        """Return the undecoded rows of a matrix, or None if its `stored_type` is ""."""
 
 
 def open_source(
@@ -82,11 +83,11 @@ def open_source(
     """Return the source of a checkpoint's tensors.
 
     Args:
-        checkpoint: its format selects the source.
-        config: the model.
-        shapes: the tensors that the model needs.
-        seed: for random weights.
-        offsets: values that the model adds to tensors, by name.
+        checkpoint: The checkpoint. Its format selects the class of the source.
+        config: The config of the model.
+        shapes: {name: shape} of the tensors that the model needs.
+        seed: The seed of random weights.
+        offsets: {tensor name: constant that the model adds to the checkpoint's values}, such as 1 for Gemma's norms.
     """
     if checkpoint.format == "dummy":
         return RandomSource(shapes, seed, offsets)
@@ -103,11 +104,11 @@ class TensorPlace:
     name: str
     outputs: slice | np.ndarray | None  # rows of the stored tensor (columns if `transposed`); None: all
     transposed: bool  # stored as [inputs, outputs]
-    flat: bool = False  # stored with more dimensions, which are all outputs
-    order: Sequence[int] | None = None  # of the elements of each head, see `head_order`
+    flat: bool = False  # read as a vector, although the stored tensor has more dimensions
+    order: Sequence[int] | None = None  # the order of the elements in each head, see `head_order`; None: unchanged
     matrix: int | None = None  # index of the matrix in a stack; None: not in a stack
     scales: tuple[SafetensorsFile, str] | None = None  # file and name of the scales of an MXFP4 stack
-    below: tuple[TensorPlace, ...] = ()  # further stored tensors, stacked below this one
+    below: tuple[TensorPlace, ...] = ()  # further stored tensors, whose rows follow the rows of this tensor
 
     def packed(self, rows: slice = slice(None)) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return the blocks and the scales of rows of an MXFP4 tensor."""
@@ -118,7 +119,7 @@ class TensorPlace:
         return blocks, scales
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Return a part of the tensor, and read no more of the file. With an `order`, parts must be whole heads."""
+        """Return a part of the tensor, and read only this part. If `order` is set, parts must be whole heads."""
         if self.below:
             every = [replace(self, below=()), *self.below]
             return np.concatenate([one.read(()) for one in every])[part]
@@ -150,10 +151,12 @@ class TensorPlace:
 
 
 def rows_of_parts(sizes: Sequence[int], groups: int = 1) -> Sequence[slice | np.ndarray]:
-    """Return the rows of a stored tensor that belong to each of its parts.
+    """Return the rows of each part of a fused tensor.
 
-    The parts follow each other, or alternate in groups, see `Names.grouped`. `sizes` has the number of rows of each
-    part.
+    The parts follow each other, or alternate in groups (see `Names.grouped`).
+
+    Args:
+        sizes: The number of rows of each part.
     """
     ends = list(accumulate(size // groups for size in sizes))
     if groups == 1:
@@ -163,7 +166,7 @@ def rows_of_parts(sizes: Sequence[int], groups: int = 1) -> Sequence[slice | np.
 
 
 def in_order(values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
-    """Return rows [heads * dim, ...], reordered within each head, see `head_order`. None: no reordering."""
+    """Return rows [heads * dim, ...] with the rows of each head reordered (see `head_order`; None: unchanged)."""
     if order is None:
         return values
     return values.reshape(-1, len(order), *values.shape[1:])[:, list(order)].reshape(values.shape)
@@ -175,7 +178,7 @@ def as_stored(values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
 
 
 def put(target: np.ndarray, values: np.ndarray) -> None:
-    """Copy numbers into an array of the same shape and any dtype."""
+    """Copy `values` into an array of the same shape, converting them to its dtype."""
     if values.dtype == np.float16 != target.dtype and values.ndim == 2 and values.strides[1] == 2:
         step = max(1, BLOCK // max(1, values.shape[1]))
         for start in range(0, len(values), step):
@@ -188,14 +191,19 @@ def put(target: np.ndarray, values: np.ndarray) -> None:
 
 
 def decoded_rows(kind: str, rows: NDArray[np.uint8], inputs: int) -> NDArray[np.float32] | None:
-    """Return rows of a type in `kernels.BLOCK_TYPES` as float32 [rows, inputs]; None if no kernel decodes them.
+    """Decode rows with the kernels, to float32 [rows, inputs]. Return None if no kernel decodes this type.
 
-    `rows` is [rows, bytes per row]. Kernels decode on all threads, about ten times as fast as NumPy on one thread.
+    Kernels decode on all threads, about ten times as fast as NumPy on one thread.
+
+    Args:
+        kind: The storage type, a name of `kernels.BLOCK_TYPES`.
+        rows: Undecoded rows [rows, bytes per row].
+        inputs: The number of elements per row.
     """
     compiled = kernels.load()
     if compiled is None or not compiled.has_blocks(kind, inputs):
         return None
-    # A separate pool allocates no more than needed.
+    # A pool of our own, because the shared pool allocates large pieces.
     blocks = compiled.pack_blocks([StoredRows(kind, rows)], inputs, kernels.PanelPool(piece=0))
     assert blocks is not None  # because all rows have one type
     return compiled.block_rows(blocks, np.arange(blocks.outputs), kernels.FLOAT32)
@@ -204,11 +212,11 @@ def decoded_rows(kind: str, rows: NDArray[np.uint8], inputs: int) -> NDArray[np.
 class SafetensorsSource:
     """The safetensors file, or files with an index, of a Hugging Face folder."""
 
-    # Buffers that old versions of transformers saved. They are no weights.
+    # Buffers that old versions of transformers saved beside the weights.
     IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|causal_mask|freqs_cis)")
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
-        """Open the files. `config` describes the whole model, including the split of fused tensors."""
+        """Open the files, and find the place of each tensor of the model."""
         self._places: dict[str, TensorPlace] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         names = config.names
@@ -247,7 +255,7 @@ class SafetensorsSource:
             self._join(name, parts)
 
     def _join(self, name: str, parts: Sequence[str]) -> None:
-        """Make one tensor of several stored tensors, in each layer that has them. See `Names.joined`."""
+        """Join several stored tensors to one tensor in each layer that has them. See `Names.joined`."""
         for first in [stored for stored in self._places if stored.endswith(f".{parts[0]}")]:
             layer = first.removesuffix(parts[0])
             every = [layer + part for part in parts if layer + part in self._places]
@@ -258,10 +266,9 @@ class SafetensorsSource:
 
     @staticmethod
     def _is_flat(own_names: Sequence[str], shape: Sequence[int], single_rows: Sequence[str] = ()) -> bool:
-        """Return whether a tensor is read as a vector.
+        """Return whether to read a tensor as a vector.
 
-        This holds for a convolution that has several parts here, norms per head, vectors stored as one row, and
-        scalars.
+        These are fused convolutions, norms with weights per head, vectors that are stored as one row, and scalars.
         """
         is_norm = own_names[0].endswith(("_norm.weight", "_norm.bias", *single_rows))
         return not shape or (is_norm and len(shape) > 1) or (len(own_names) > 1 and len(shape) > 2)
@@ -274,7 +281,13 @@ class SafetensorsSource:
         templates: Sequence[str],
         names: Names,
     ) -> None:
-        """Add the tensors of a stack. `files` maps tensors to files; for `templates` see `Names.of_stack`."""
+        """Add the places of the tensors in a stack.
+
+        Args:
+            files: {name of a stored tensor: its file}.
+            stored: The name of the stack in the checkpoint.
+            templates: The result of `Names.of_stack`.
+        """
         file = files[stored]
         scales: tuple[SafetensorsFile, str] | None = None
         whole = file.tensors[stored].shape
@@ -291,7 +304,7 @@ class SafetensorsSource:
 
     @classmethod
     def opened(cls, checkpoint: Checkpoint) -> Iterator[SafetensorsFile]:
-        """Yield the safetensors files of a folder, opened."""
+        """Open and yield the safetensors files of a folder, one after the other."""
         yield from map(SafetensorsFile, cls._files(checkpoint))
 
     @staticmethod
@@ -305,7 +318,11 @@ class SafetensorsSource:
             names = sorted({files.text(name) for name in files})
             missing = [name for name in names if checkpoint.weights(name) is None]
             if missing or not names:
-                raise CheckpointError(f"{checkpoint.path} lacks {', '.join(missing) or 'the files its index names'}")
+                raise CheckpointError(
+                    f"{checkpoint.path} lacks {', '.join(missing)}"
+                    if missing
+                    else f"{checkpoint.path} has an index that names no files"
+                )
             return [path for name in names if (path := checkpoint.weights(name)) is not None]
         folder = None if checkpoint.path is None else checkpoint.path / checkpoint.inner
         if folder is not None and [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
@@ -341,13 +358,15 @@ class SafetensorsSource:
 def in_stack(
     stored: str, shape: Sequence[int], templates: Sequence[str], in_turn: bool = False
 ) -> Iterator[tuple[str, int, slice, tuple[int, ...]]]:
-    """Yield each tensor of a stack [matrices, outputs, inputs]: its name, matrix number, rows in the matrix, and shape.
+    """Yield (name, matrix number, rows in the matrix, shape) of each tensor in a stack [matrices, outputs, inputs].
 
     A stack of biases is [matrices, outputs]. Raise CheckpointError for any other shape.
 
     Args:
-        templates: see `Names.of_stack`.
-        in_turn: see `Names`.
+        stored: The name of the stack in the checkpoint.
+        shape: The shape of the stack.
+        templates: The result of `Names.of_stack`.
+        in_turn: See `Names.in_turn`.
     """
     parts, is_bias = len(templates), templates[0].endswith(".bias")
     if len(shape) != (2 if is_bias else 3) or shape[1] % parts:
@@ -372,16 +391,16 @@ def _scales(files: Mapping[str, SafetensorsFile], stored: str, shape: Sequence[i
 
 
 class GGUFSource:
-    """The tensors of a GGUF file by their Hugging Face names, dequantised one block of rows at a time.
+    """The tensors of a GGUF file under prefold's names. Tensors are dequantised one block of rows at a time.
 
-    Loading a model therefore needs little more memory than its weights: no float32 copy of a tensor, and no copy of the
-    file.
+    Loading a model therefore needs little more memory than the model's weights: neither a whole tensor as float32 nor a
+    copy of the file is ever in memory.
     """
 
     BLOCK = BLOCK
-    # Read with the config, not as weights.
+    # Tensors that the config reader reads as settings.
     IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-    # Architectures whose files interleave the two halves of q and k heads, as llama.cpp's converter writes them.
+    # For these architectures, llama.cpp's converter interleaves the two halves of each q and k head.
     IN_TURN = (
         *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "cohere2"),
         *("command-r", "glm4", "ernie4_5", "ernie4_5-moe", "arcee"),
@@ -397,10 +416,11 @@ class GGUFSource:
         """Map the file's tensors to prefold's names.
 
         Args:
-            file: the GGUF file.
-            config: the model.
-            offsets: values that the model adds to tensors, by name. The file's values include them.
-            wanted: shapes of the model's tensors. Files may leave out dimensions of 1, or store vectors as matrices.
+            file: The GGUF file.
+            config: The config of the model.
+            offsets: As in `open_source`. The values in a GGUF file include these constants.
+            wanted: {name: shape} of the model's tensors. Files may leave out dimensions of 1, or store vectors as
+                matrices.
         """
         self.file, self.offsets = file, offsets
         arch = str(file.metadata.get("general.architecture"))
@@ -408,9 +428,9 @@ class GGUFSource:
         names = names or GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
         self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
-        # With latent attention, files store the ends of heads in the order of the checkpoint.
+        # With latent attention, only the last elements of each head rotate. GGUF files store them as safetensors do.
         self._row_order = None if config.latent is None else config.row_order
-        # The tensor in the file, and the rows to read; or the elements to read, if either tensor is a vector.
+        # {prefold's name: (name in the file, rows to read)}. If `_is_vector`, elements are counted instead of rows.
         self._stored: dict[str, tuple[str, slice | NDArray[np.int64]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for stored, tensor in file.tensors.items():
@@ -434,33 +454,37 @@ class GGUFSource:
                 is_vector = len(shape) < 2 < 1 + len(tensor.shape)
                 self._stored[name] = (stored, slice(0, *shape) if is_vector else part)
                 self.shapes[name] = shape
-        # The tensors of latent attention's keys and values, by the name of the matrix that they are together.
+        # Latent attention: {name of the matrix for keys and values: (stack of keys, stack of values) in the file}.
         self._pairs: dict[str, tuple[str, str]] = {}
         for keys in [name for name in self.shapes if name.endswith(".k_b_proj.weight")]:
             self._pair(keys, keys.replace(".k_b_proj.", ".v_b_proj."), keys.replace(".k_b_proj.", ".kv_b_proj."))
 
     def _pair(self, keys: str, values: str, name: str) -> None:
-        """Make one matrix of the two stacks for keys [heads, rank, numbers] and values [heads, numbers, rank]."""
+        """Join the stack of keys [heads, rank, key dim] and the stack of values [heads, value dim, rank] to a matrix.
+
+        Args:
+            keys: prefold's name of the stack of keys.
+            values: prefold's name of the stack of values.
+            name: prefold's name of the matrix.
+        """
         if values not in self.shapes:
-            raise CheckpointError(
-                f"{self.file.path} has {self._stored[keys][0]} without the tensor of values beside it"
-            )
+            raise CheckpointError(f"{self.file.path} has {self._stored[keys][0]}, but no tensor of values to match it")
         of_keys, of_values = self.shapes.pop(keys), self.shapes.pop(values)
         if len(of_keys) != 3 or len(of_values) != 3 or (of_keys[0], of_keys[1]) != (of_values[0], of_values[2]):
-            found = f"{self._stored[keys][0]} of {self.file.path} is {list(of_keys)} beside {list(of_values)}"
-            raise CheckpointError(f"{found}; they must be [heads, rank, numbers] and [heads, numbers, rank]")
+            found = f"{self._stored[keys][0]} of {self.file.path} is {list(of_keys)}, its values {list(of_values)}"
+            raise CheckpointError(f"{found}; they must be [heads, rank, key dim] and [heads, value dim, rank]")
         self._pairs[name] = self._stored.pop(keys)[0], self._stored.pop(values)[0]
         self.shapes[name] = (of_keys[0] * (of_keys[2] + of_values[1]), of_keys[1])
 
     def _paired(self, name: str) -> np.ndarray:
-        """Return the matrix of `_pair`: for each head the rows for its key, then those for its value."""
+        """Return the matrix of `_pair`: for each head the rows of its key, then the rows of its value."""
         keys, values = (self.file.dequantize(stored) for stored in self._pairs[name])
         return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(self.shapes[name])
 
     def _predicts_further(self, stored: str, arch: str, config: ModelConfig) -> bool:
-        """Return whether a tensor belongs to multi-token prediction layers, which follow the model's layers.
+        """Return whether a tensor belongs to a multi-token prediction layer.
 
-        They change no other result.
+        These layers follow the model's layers. They are not loaded, because no other result depends on them.
         """
         if not self.file.metadata.get(f"{arch}.nextn_predict_layers"):
             return False
@@ -532,7 +556,7 @@ class GGUFSource:
         return StoredRows(kind, rows)
 
     def _is_vector(self, name: str) -> bool:
-        """Return whether a tensor is a vector, here or in the file."""
+        """Return whether a tensor is a vector in the model or in the file."""
         return min(len(self.shapes[name]), len(self.file.tensors[self._stored[name][0]].shape)) < 2
 
     def _order_of(self, name: str) -> Sequence[int] | None:
@@ -541,7 +565,7 @@ class GGUFSource:
         return self.order if name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm") else None
 
     def _has_numbers(self, name: str) -> bool:
-        """Return whether the file stores the model's values unchanged, as plain numbers."""
+        """Return whether the file stores exactly the model's values, with a type in NUMBERS."""
         is_changed = bool(self.offsets.get(name)) or self._is_exponential(name)
         return not is_changed and self.file.type_name(self._stored[name][0]) in NUMBERS
 
@@ -549,13 +573,13 @@ class GGUFSource:
         return bool(self.negative_exponentials) and name.endswith(self.negative_exponentials)
 
     def _numbers(self, stored: str) -> np.ndarray:
-        """Return the rows [rows, numbers] of a tensor with a type in NUMBERS; [numbers, 1] for a vector."""
+        """Return a tensor with a type in NUMBERS as a matrix [rows, columns]. A vector becomes [elements, 1]."""
         raw, dtype = self.file.raw(stored), NUMBERS[self.file.type_name(stored)]
         values = raw.reshape(-1, dtype.itemsize if raw.ndim < 2 else raw.shape[-1]).view(dtype)
         return values if values.flags.aligned else values.copy()
 
     def _rows(self, stored: str, rows: slice | NDArray[np.int64]) -> np.ndarray:
-        """Return rows of a stored tensor, in its type if that is in NUMBERS, else as float32."""
+        """Return rows of a stored tensor: in the file's dtype if its type is in NUMBERS, else as float32."""
         kind, inputs = self.file.type_name(stored), self.file.tensors[stored].shape[-1]
         if kind in NUMBERS:
             return self._numbers(stored)[rows]
@@ -564,7 +588,11 @@ class GGUFSource:
         return self.file.dequantize(stored, rows) if decoded is None else decoded
 
     def _values(self, name: str, values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
-        """Return a tensor, or rows of it, from stored values. `order` reorders the rows of each head."""
+        """Convert the stored values of a tensor, or of some of its rows, to the model's values.
+
+        Args:
+            order: The order of the rows in each head, as in `in_order`.
+        """
         values = in_order(values, order)
         offset = self.offsets.get(name)
         if self._is_exponential(name):
@@ -574,9 +602,13 @@ class GGUFSource:
 
 
 def _wanted_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that the model wants if the file's tensor has the same elements in the same order.
+    """Return the model's shape for a tensor, if a reshape of the file's tensor is enough. Else return the file's shape.
 
-    The shapes may differ by dimensions of 1, or the model wants a vector. Otherwise return the file's shape.
+    A reshape is enough if the shapes differ only by dimensions of 1, or if the model has a vector of the same size.
+
+    Args:
+        shape: The shape in the file.
+        wanted: The model's shape; (): unknown.
     """
     thin, own = (tuple(size for size in sizes if size != 1) for sizes in (wanted, shape))
     is_flat = len(wanted) == 1 and math.prod(shape) == wanted[0]
@@ -584,13 +616,13 @@ def _wanted_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int,
 
 
 class RandomSource:
-    """Random weights, reproducible by seed: normal with standard deviation 0.02.
+    """Random weights, reproducible by seed: normally distributed with standard deviation 0.02.
 
-    Norm weights are 1 minus the model's offset. Every tensor is a piece of one long repeated sample, from its own
-    start, so a model of eight billion parameters is filled at memory speed.
+    Norm weights are 1 after the model has added its offset. All tensors repeat one sample of POOL numbers, each from
+    another start, so filling a model of eight billion parameters is as fast as copying memory.
     """
 
-    POOL = 1_000_003  # a prime, so that rows of a matrix do not repeat
+    POOL = 1_000_003  # a prime, so that no two rows of a matrix start at the same place of the sample
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], seed: int, offsets: Mapping[str, float] = MappingProxyType({})

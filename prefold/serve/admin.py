@@ -53,8 +53,10 @@ def page_text(name: str) -> str:
 
 
 def page_response(text: str) -> Response:
-    """Return the response with a page. Its policy forbids loading anything, and allows fetching data from this
-    server."""
+    """Return the response with a page.
+
+    Its policy forbids loading anything, and allows fetching data from this server.
+    """
 
     def hashes(tag: str) -> str:
         parts = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

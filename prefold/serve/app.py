@@ -120,8 +120,10 @@ def make_app(state: AppState) -> Direct:
         return json_response(body, 200 if body["status"] == "ready" else 503)
 
     async def alive(request: Request) -> Response:
-        """Return 200 while the process works, also while it loads the model or drains. Return 503 if it must be
-        restarted."""
+        """Return 200 while the process works, also while it loads the model or drains.
+
+        Return 503 if it must be restarted.
+        """
         return json_response({"status": state.status}, 200 if state.is_alive else 503)
 
     entries = [*SERVER, *(entry for dialect in DIALECTS for entry in dialect.ENTRIES)]

@@ -65,7 +65,7 @@ class OpenBatch:
     is_full: bool = False  # its lines exceed what its tenant may store
     retry_at: float = 0.0  # in time.monotonic(): not run again before
     failures: int = 0
-    output: FileOutput | None = None  # of the running job
+    output: FileOutput | None = None  # the output of the running job
 
     @classmethod
     def of(cls, tenant: str, body: Body) -> OpenBatch:
@@ -253,7 +253,7 @@ class BatchWork:
         """Create a batch's files from its lines, end it, and return the changed batch.
 
         Args:
-            usage: of the answers if no line is an error, else None
+            usage: the usage of all answers; None if a line is an error
         """
         ending, now = body["_ending"], int(time.time())
         ids = {kind: "file-" + _digest(f"{batch.id}:{kind}") for kind in ("output", "error")}
@@ -295,8 +295,9 @@ class BatchWork:
 
 
 def open_input(path: Path, name: str, most_bytes: int) -> Source:
-    """Return the source of the lines of an uploaded file. Raise JobError for an invalid file, and OSError if the disk
-    fails.
+    """Return the source of the lines of an uploaded file.
+
+    Raise JobError for an invalid file, and OSError if the disk fails.
 
     Args:
         name: the client's name for the file, for errors

@@ -40,7 +40,7 @@ class Batches:
         look_seconds: a thread looks for work at least this often
         retry_seconds: a batch that failed is tried again after this time
         lines_a_turn: lines that a batch answers before it pauses for another tenant's batch
-        work: what the threads do for a batch, once `start` was called
+        work: the function that the threads call for a batch, once `start` was called
     """
 
     def __init__(self, store: Store, log: Callable[[Exception], None]):
@@ -190,8 +190,9 @@ class Batches:
         return batch
 
     def _gives_way(self, batch: OpenBatch, num_answered: int, total: int) -> bool:
-        """Return whether a batch pauses for another tenant's batch. This is rare, because a paused batch reads its
-        input again.
+        """Return whether a batch pauses for another tenant's batch.
+
+        This is rare, because a paused batch reads its input again.
 
         Args:
             num_answered: lines that were answered in this turn

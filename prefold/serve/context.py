@@ -115,8 +115,10 @@ class RequestContext:
 
 
 async def _events(context: RequestContext, order: TaskOrder) -> AsyncGenerator[bytes]:
-    """Yield b"" when the request has been accepted, then the bytes of events. A stream that fails ends with an error
-    event."""
+    """Yield b"" when the request has been accepted, then the bytes of events.
+
+    A stream that fails ends with an error event.
+    """
     has_started, writer = False, order.events
     try:
         async with aclosing(context.handler.stream(order)) as bodies:

@@ -1,4 +1,4 @@
-"""The paths of OpenAI, vLLM, Anthropic, Cohere and TEI. Their bodies are defined in `wire/`."""
+"""The HTTP endpoints of OpenAI's, vLLM's, Anthropic's, Cohere's and TEI's APIs. `wire/` defines their bodies."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def rerank(context: RequestContext) -> Response:
 
 
 async def by_body(context: RequestContext) -> Response:
-    """Answer a request to the server's root path by what its body and the model suggest."""
+    """Answer a request to the root path /. Its body and the model determine the API."""
     kind: type[Body] = TeiEmbed
     if "texts" in context.body:
         kind = TeiRerank
@@ -119,8 +119,7 @@ async def by_body(context: RequestContext) -> Response:
 
 
 async def models(context: RequestContext) -> Response:
-    """Return the served model under each of its names, and its adapters. With the header anthropic-version, use
-    Anthropic's form."""
+    """Return the model's names and its adapters, in Anthropic's form if there is a header anthropic-version."""
     data = entries(context)
     if not is_for_anthropic(context):
         return json_response({"object": "list", "data": data})
@@ -190,7 +189,7 @@ def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any])
 
     Args:
         special: whether to add the tokenizer's special tokens
-        options: of the task. `max_length` (truncate_prompt_tokens) keeps the last tokens and the special ones.
+        options: options of the task. `max_length` (truncate_prompt_tokens) keeps the last tokens and the special ones.
     """
     ids, _ = located(llm, prompt, "prompt")
     around = (llm.tokenizer.prefix_ids.tolist(), llm.tokenizer.suffix_ids.tolist()) if special else ([], [])
@@ -249,8 +248,10 @@ async def tokenize_inputs(context: RequestContext) -> Response:
 
 
 def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
-    """Return the tokens of each text in TEI's form. Added special tokens have no position in the text. Raise
-    InputError."""
+    """Return the tokens of each text in TEI's form.
+
+    Added special tokens have no position in the text. Raise InputError.
+    """
     tokenizer, count, lists = llm.tokenizer, 0, []
     is_special = cache(lambda id: tokenizer.decode([id], skip_special=True) == "" != tokenizer.decode([id]))
     before, behind = (

@@ -1,4 +1,4 @@
-"""The paths of OpenAI's files and batches."""
+"""The HTTP endpoints /v1/files and /v1/batches of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PURPOSES = ("batch", "vision", "user_data")
 
 
 class Page(Body):
-    """The query of a list of batches, with OpenAI's defaults."""
+    """The query parameters of GET /v1/batches, with OpenAI's defaults."""
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
@@ -42,18 +42,18 @@ class Page(Body):
     purpose: ClassVar[str | None] = None
 
     remedies: ClassVar = {"order": "give asc or desc"}
-    is_listed = is_strict = False
+    is_listed = is_strict = False  # not strict, because all query parameters arrive as text
 
 
 class PageOfFiles(Page):
-    """The query of a list of files."""
+    """The query parameters of GET /v1/files."""
 
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
     purpose: str | None = None
 
 
 class Expiry(Struct):
-    """The time of a file's deletion."""
+    """When to delete a file: `seconds` after its creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=1, le=10**10)]
@@ -79,7 +79,7 @@ class NewBatch(Body, kw_only=True):
 
 
 def _stores(context: RequestContext) -> tuple[str, Store, Batches]:
-    """Return (the tenant's name in the store, store, batches). Raise Refusal (404) if the server has no store."""
+    """Return (tenant's name in the store, store, batches). Raise Refusal (404) if the server has no store."""
     store, batches = context.state.store, context.state.batches
     if store is None or batches is None:
         remedy = "start it with --data-dir FOLDER"
@@ -102,13 +102,13 @@ async def upload(context: RequestContext) -> Response:
         form = await MultiPartParser(request.headers, parts, max_files=1, max_fields=8).parse()
     except MultiPartException as error:
         raise Refusal(400, f"the form cannot be read: {error.message}", code="invalid_form") from None
-    except (KeyError, ValueError, UnicodeDecodeError) as error:  # such as a missing boundary or an unknown charset
+    except (KeyError, ValueError, UnicodeDecodeError) as error:  # for example no boundary, or an unknown charset
         raise Refusal(400, f"the form cannot be read: {error!r:.100}", code="invalid_form") from None
     async with AsyncExitStack() as ending:
         ending.push_async_callback(form.close)
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
-            raise InputError("the form has no file", field="file", remedy="give it", code="missing_field")
+            raise InputError("the form has no file", field="file", remedy="add the field file", code="missing_field")
         if purpose not in PURPOSES:
             message, remedy = f"'purpose' is {purpose!r:.100}", 'give "batch", or for images "vision"'
             raise InputError(message, field="purpose", remedy=remedy, code="unsupported")
@@ -122,7 +122,7 @@ async def upload(context: RequestContext) -> Response:
 
 
 def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> StoredBody:
-    """Store an uploaded file, and return its object."""
+    """Store an uploaded file. Return its OpenAI file object."""
     id, now = f"file-{new_id()}", int(time.time())
     with store.writing_content(id) as path, path.open("wb") as copy:
         file.file.seek(0)
@@ -148,10 +148,10 @@ def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, secon
 
 
 async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIterator[bytes]:
-    """Yield the parts of a body.
+    """Yield the chunks of the request's body as they arrive.
 
-    Raise Refusal if the body is too large or stalls, or if the owner stores too much. Raise ClientGone if the client
-    disconnects.
+    Raise Refusal if the file is too large, if no data arrives for `body_seconds`, or if the owner's storage is full.
+    Raise ClientGone if the client disconnects.
     """
     size, options = 0, context.state.options
     most = options.max_file_bytes
@@ -167,13 +167,13 @@ async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIt
                 return
             except TimeoutError:
                 message = f"no data arrived for {options.body_seconds:g} seconds"
-                raise Refusal(408, message, remedy="send it faster", code="timeout", headers=closing) from None
+                raise Refusal(408, message, remedy="send the body faster", code="timeout", headers=closing) from None
             except ClientDisconnect:
                 raise ClientGone from None
             size += len(part)
             receiving[owner] += len(part)
             if size > most + FORM_BYTES:
-                message, remedy = f"the file is larger than {most} bytes", "split it (--max-file-bytes)"
+                message, remedy = f"the file is larger than {most} bytes", "split it, or raise --max-file-bytes"
                 raise Refusal(413, message, remedy=remedy, code="body_too_large", headers=closing)
             if receiving[owner] > room + FORM_BYTES:
                 full = store.full(receiving[owner] - room)
@@ -185,12 +185,12 @@ async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIt
 
 
 async def list_files(context: RequestContext) -> Response:
-    """Return a page of the tenant's files."""
+    """Return one page of the tenant's files, newest first by default."""
     return await _page(context, "file", PageOfFiles.of(context.request.query_params))
 
 
 async def retrieve_file(context: RequestContext) -> Response:
-    """Return the object of a file."""
+    """Return a file's OpenAI object: its name, size, purpose and dates."""
     return json_response(await _named_object(context, "file"))
 
 
@@ -201,7 +201,7 @@ async def content(context: RequestContext) -> Response:
 
 
 async def delete_file(context: RequestContext) -> Response:
-    """Delete a file. If a batch still reads it, return an error and keep it."""
+    """Delete a file. The status is 409 if a batch still reads the file."""
     owner, _, batches = _stores(context)
     body = await _named_object(context, "file")
     if not await asyncio.to_thread(batches.forget_file, owner, body["id"]):
@@ -244,7 +244,7 @@ async def create_batch(context: RequestContext) -> Response:
 
 
 async def list_batches(context: RequestContext) -> Response:
-    """Return a page of the tenant's batches, newest first."""
+    """Return one page of the tenant's batches, newest first by default."""
     return await _page(context, "batch", Page.of(context.request.query_params))
 
 
@@ -254,7 +254,7 @@ async def retrieve_batch(context: RequestContext) -> Response:
 
 
 async def cancel_batch(context: RequestContext) -> Response:
-    """End a batch early. Answers so far are kept, and the other lines become errors."""
+    """End a batch early. Finished lines keep their answers; each other line gets an error."""
     batches = _stores(context)[2]
     body = await _named_object(context, "batch")
     return json_response(batches.with_counts(await asyncio.to_thread(batches.cancel, body["id"])))
@@ -264,7 +264,7 @@ async def cancel_batch(context: RequestContext) -> Response:
 
 
 async def _named_object(context: RequestContext, kind: str) -> StoredBody:
-    """Return the object that a path names. Raise Refusal (404) if the tenant has no object with this id."""
+    """Return the file or batch with the id in the URL. Raise Refusal (404) if the tenant has none with this id."""
     owner, store, _ = _stores(context)
     id = context.request.path_params["id"]
     body = await asyncio.to_thread(store.get, kind, owner, id)
@@ -274,7 +274,7 @@ async def _named_object(context: RequestContext, kind: str) -> StoredBody:
 
 
 async def _page(context: RequestContext, kind: str, query: Page) -> Response:
-    """Return some of the tenant's objects, as the query asks."""
+    """Return one page of the tenant's files or batches, as an OpenAI list."""
     owner, store, batches = _stores(context)
     newest, after = query.order == "desc", query.after
     ask = partial(store.page, after=after, limit=query.limit, newest=newest, purpose=query.purpose)

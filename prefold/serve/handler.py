@@ -401,11 +401,10 @@ def result_or_raise(value: Any) -> Any:
 
 
 class PromptTask:
-    """A task that computes the log-probabilities of the prompt's own tokens, for prompts that a GenerateTask would
-    continue.
+    """A task that scores the tokens of the prompts that a GenerateTask would continue.
 
     The answer is a Generation with `prompt`: an entry for each token. The "logprob" of the first token is None. The
-    answer has a choice if no token is to be generated, or if only the most likely token is, which is known as well.
+    answer also has a choice if the request asks for no new token, or for only one and takes the most likely token.
     """
 
     name = "generate"

@@ -37,7 +37,7 @@ class Tenant:
     name: str | None  # as in metrics; None without a file of keys
     admin: bool = False  # whether it may read metrics and manage the cache
     is_batch: bool = False  # whether its requests wait until no other requests are left
-    limits: Limits = UNLIMITED  # of all its keys together
+    limits: Limits = UNLIMITED  # limits of all keys of the tenant together
 
     @property
     def owner(self) -> Owner:
@@ -140,8 +140,10 @@ class Keys:
         return self.limits_of(owner or None).max_stored_bytes
 
     def tenant(self, header: Mapping[str, str]) -> Tenant | None:
-        """Return the tenant of the key in a request's headers (Authorization: Bearer KEY, or x-api-key: KEY), or
-        None."""
+        """Return the tenant of the key in a request's headers, or None.
+
+        The header is "Authorization: Bearer KEY" or "x-api-key: KEY".
+        """
         if self._path is None:
             return ANONYMOUS
         scheme, _, key = header.get("authorization", "").partition(" ")

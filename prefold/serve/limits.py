@@ -42,7 +42,7 @@ def check_item(item: Any, options: ServerSpec, tokenizer: Tokenizer | None) -> N
     - a chat template that is not one of the checkpoint's own, unless --allow-chat-template is set
 
     Args:
-        tokenizer: of the served model
+        tokenizer: the tokenizer of the served model
     """
     if not isinstance(item, Mapping):
         return
@@ -95,16 +95,17 @@ def too_many_tokens(llm: Any, field: str) -> InputError:
     return InputError(message, field=field, remedy=remedy, code="too_many")
 
 
-# Work is short up to this many bytes of a body, texts to generate, results of an answer, and tokens of an answer.
+# Limits within which `are_soon_ready` and `are_short` say that work takes little time: bytes of a body, texts to
+# generate, results of an answer, tokens of an answer.
 SHORT_BYTES, SHORT_SAMPLES, SHORT_RESULTS, SHORT_TOKENS = 4096, 16, 16, 1024
 TOKENS_A_LOGPROB = 16  # a token with log-probabilities needs as much time as this many tokens without
 
 
 def are_soon_ready(items: Sequence[Any], num_bytes: int) -> bool:
-    """Return whether it is short work to make requests from items.
+    """Return whether making requests from items takes little time.
 
-    The work is short if the body is short, few texts are to be generated, no grammar must be compiled, and no item has
-    a chat template. A template is a program that may use up its time limit.
+    It does if the body is short, few texts are to be generated, no grammar must be compiled, and no item has a chat
+    template. A template is a program that may use up its time limit.
     """
     if num_bytes > SHORT_BYTES or num_samples(items) > SHORT_SAMPLES:
         return False
@@ -129,7 +130,7 @@ def has_template(item: Any) -> bool:
 
 
 def are_short(results: Iterable[Sequence[Any]]) -> bool:
-    """Return whether it is short work to make and write answers from the engine's results.
+    """Return whether making and writing answers from the engine's results takes little time.
 
     Args:
         results: each result is a Result or a list of Generated
@@ -225,8 +226,8 @@ class Backpressure:
         by itself counts as the limit, and is accepted when no others wait.
 
         Args:
-            samples: as how many requests it counts
-            computes: whether it will wait for the engine. If not, only requests that are being prepared count.
+            samples: number of requests that the new request counts as
+            computes: whether the request will wait for the engine. If not, only requests that are being prepared count
         """
         waiting = self._waiting() if computes else list(self._preparing.values())
         if not waiting:
@@ -244,22 +245,22 @@ class Backpressure:
             size = min(more, part)
             is_fair = own_count + size <= min(part, most // tenants)
             if own_most is not None and own_count + min(more, own_most) > own_most:
-                self._refuse(own_entries, f"{own_count} of your {unit} are waiting, at most {own_most} may", more)
+                self._refuse(own_entries, f"{own_count} of your {unit} are waiting; the limit is {own_most}", more)
             if not is_fair and count + size > most:
-                self._refuse(ahead, f"{count} {unit} are waiting, at most {most} may", more)
+                self._refuse(ahead, f"{count} {unit} are waiting; the limit is {most}", more)
             if not is_fair and own_count + size > part:
-                self._refuse(own_entries, f"{own_count} of your {unit} are waiting, at most {part} may", more)
+                self._refuse(own_entries, f"{own_count} of your {unit} are waiting; the limit is {part}", more)
 
     def _refuse(self, waiting: list[tuple[Owner, int, int]], message: str, more: int) -> None:
         """Raise Refusal (429).
 
         Args:
             waiting: the requests that count
-            more: as how many requests the new request counts
+            more: number of requests that the new request counts as
         """
         message += f"; this request counts as {more}" if more > 1 else ""
         seconds = self.seconds_for(sum(count for _, count, _ in waiting), sum(tokens for _, _, tokens in waiting))
-        remedy, headers = "send the request again after the seconds in Retry-After", {"retry-after": str(seconds)}
+        remedy, headers = f"send the request again after {seconds} s (Retry-After)", {"retry-after": str(seconds)}
         raise Refusal(429, message, remedy=remedy, code="rate_limit_exceeded", headers=headers)
 
     @contextmanager

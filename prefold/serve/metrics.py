@@ -327,8 +327,10 @@ class StepWatch:
         self._steps.append((step.started_at, step.seconds, 1, step.rows, step.path_rows, step.running))
 
     def bins(self) -> list[list[float]]:
-        """Return the steps of the last minutes. Neighbours are merged, and start times are relative to now, in
-        seconds."""
+        """Return the steps of the last minutes.
+
+        Neighbours are merged, and start times are relative to now, in seconds.
+        """
         now = time.perf_counter()
         steps = np.array([step for step in list(self._steps) if step[0] > now - SHOWN_SECONDS]).reshape(-1, 6)
         steps[:, 0] -= now

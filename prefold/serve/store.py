@@ -124,8 +124,10 @@ class Store:
                     raise self.full(-bytes_left)
 
     def bytes_left(self, tenant: str) -> int:
-        """Return how many more bytes a tenant may store. The result is negative if the tenant stores more than it
-        may."""
+        """Return how many more bytes a tenant may store.
+
+        The result is negative if the tenant stores more than it may.
+        """
         with self._reading() as db:
             row = db.execute("SELECT bytes FROM stored WHERE tenant = ?", (tenant,)).fetchone()
         most = self._most_of(tenant)

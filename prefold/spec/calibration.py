@@ -1,7 +1,7 @@
 """The calibration of decisions: a temperature and a threshold for each question, in a JSON file.
 
-`prefold.tasks.calibration` fits them. The file also identifies the model, prompt and questions, so that a calibration
-is never applied to others.
+`prefold.tasks.calibration` fits them. The file also has digests of the model, the prompt format and the questions. A
+calibration is refused if they do not match the job.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class QuestionCalibration:
     """The temperature and the threshold of one question.
 
     Attributes:
-        digest: Digest of the question's type, instructions, options and descriptions.
+        digest: Digest of the question: its type, instructions, options and their descriptions.
         type: "noul", "choice" or "score".
         options: The options, in the order of the prompt.
-        temperature: Divisor of the options' log-probabilities, which are then normalised again.
+        temperature: Divisor of the options' log-probabilities. They are normalised again after the division.
         threshold: An answer is doubtful if the calibrated probability of its most likely option is below this. None:
             no threshold reached the precision, so every answer is doubtful.
-        figures: Measurements for people to read; see `prefold.tasks.calibration.Judgement`.
+        figures: Measurements of the fit. prefold only prints them; see `prefold.tasks.calibration.Judgement`.
     """
 
     digest: str
@@ -48,16 +48,16 @@ class Calibration:
     """The calibration of the questions of a `decide` job or call.
 
     `llm.calibrate` and `prefold decide --save-calibration` make it. `llm.decide(..., calibration=...)` and
-    --calibration apply it: p' = softmax(log p / temperature), over the options of a question (temperature scaling,
+    --calibration apply it: p' = softmax(log p / temperature) over the options of a question (temperature scaling,
     Guo et al. 2017). The most likely option stays the same.
 
     Attributes:
         questions: {name of a question: its QuestionCalibration}.
-        model: The model's name, for people to read.
+        model: The model's name. It is only printed; `model_digest` identifies the model.
         model_digest: Digest of the model's files.
-        prompt: Digest of the prompt format, with the temperatures of the types of questions.
+        prompt: Digest of the prompt format, and of the temperature that the job sets for each type of question.
         adapter: Name of the LoRA adapter that answered; None: the base model.
-        precision: Share of right answers that the threshold must reach.
+        precision: The share of correct answers, among answers that are not doubtful, for which thresholds were fitted.
 
     Example:
         >>> Calibration.load("calibration.json").questions["refund"].threshold
@@ -80,6 +80,9 @@ class Calibration:
         Args:
             path: JSON file that `save` or --save-calibration wrote.
 
+        Returns:
+            The calibration.
+
         Raises:
             JobError: The file cannot be read.
             InputError: The file does not contain a calibration. The message names the field.
@@ -96,13 +99,16 @@ class Calibration:
 
     @classmethod
     def of(cls, value: object) -> Calibration:
-        """Return a Calibration unchanged, or make one from the JSON object that `to_dict` returns.
+        """Convert the JSON object that `to_dict` returns to a Calibration.
 
         Args:
-            value: A Calibration, or a mapping as `to_dict` returns it.
+            value: A mapping from `to_dict`, or a Calibration, which is returned unchanged.
+
+        Returns:
+            The calibration.
 
         Raises:
-            InputError: The value is neither. The message names the field.
+            InputError: The value is neither, or a field is missing, unknown or wrong. The message names the field.
         """
         if isinstance(value, cls):
             return value
@@ -121,7 +127,7 @@ class Calibration:
         return cls(**{**own, "questions": named})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the calibration as a JSON object."""
+        """Return the calibration as a JSON object, in the form of the file. `of` converts it back."""
         value: dict[str, object] = json.loads(self._text())
         return value
 
@@ -146,20 +152,23 @@ class Calibration:
             raise _mismatch(f"was made with another model ({self.model}; this model is {model}, with other files)")
         if self.adapter != adapter:
             used = [f"the adapter {name!r}" if name else "no adapter" for name in (self.adapter, adapter)]
-            raise _mismatch(f"was made with {used[0]}, but this job has {used[1]}")
+            raise _mismatch(f"was made with {used[0]}, but this job uses {used[1]}")
         if self.prompt != prompt:
             parts = "template, --prompt-style, --first, labels and temperatures"
             raise _mismatch("was made with another prompt", remedy=f"give the same {parts}, or fit it again")
 
     def check_names(self, asked: Iterable[str]) -> None:
-        """Raise InputError if a calibrated question is not among the asked questions."""
+        """Raise InputError if the calibration has a question that this job does not ask."""
         names = [*asked]
         for name in self.questions:
             if name not in names:
                 raise _mismatch(f"contains the question {name!r}, but the questions are {', '.join(map(repr, names))}")
 
     def of_question(self, name: str, digest: str, options: tuple[str | bool, ...]) -> QuestionCalibration | None:
-        """Return the calibration of a question, or None. Raise InputError if it was made for another question."""
+        """Return the calibration of a question, or None if there is none for this name.
+
+        Raise InputError if the question had other instructions, options or descriptions when it was calibrated.
+        """
         own = self.questions.get(name)
         if own is not None and own.digest != digest:
             what = "other instructions or descriptions"
@@ -192,7 +201,14 @@ def _question(value: object, where: str) -> QuestionCalibration:
 
 
 def _taken(kind: type, value: Mapping[str, object], where: str) -> dict[str, object]:
-    """Return a mapping of the fields of `kind` as a dict. Raise InputError if one is missing or unknown."""
+    """Check the keys of a JSON object against the fields of a dataclass, and return the object as a dict.
+
+    Raise InputError if a key is unknown, or if a required key is missing.
+
+    Args:
+        kind: `Calibration` or `QuestionCalibration`.
+        where: The place of the object in the file, for errors; "": the file itself.
+    """
     declared = {one.name: one for one in fields(kind)}
     required = {"digest", "type", "options", "questions", "model", "model_digest", "prompt"}
     for name in value:

@@ -111,7 +111,7 @@ def writing(subject: Path | str, state: str = "", remedy: str = "") -> Iterator[
 
     Args:
         subject: The file or stream that is written.
-        state: What remains valid after the error, such as "what is written is kept".
+        state: What remains valid after the error, such as "written lines are kept".
         remedy: What to do after the cause is removed.
     """
     try:

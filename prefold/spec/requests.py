@@ -171,11 +171,11 @@ class FeatureCounter:
     """How a feature's counter appears in summaries, reports and metrics."""
 
     name: str  # field of Stats or GenerationStats
-    title: str  # of its line in a job's summary; a count of 0 has no line
+    title: str  # title of the counter's line in a job's summary; a count of 0 has no line
     text: Callable[[int], str]  # returns the text of this line for a count
-    is_brief: bool = False  # whether `str(stats)` contains the text too
-    row: str = ""  # name in a report's table of generation; "": no row
-    metric: str = ""  # description in /metrics; "": no metric
+    is_brief: bool = False  # `str(stats)` contains the text too
+    row: str = ""  # name of the counter's row in a report's table of generation; "": no row
+    metric: str = ""  # description of the counter's metric in /metrics; "": no metric
 
 
 _COUNTERS: dict[str, FeatureCounter] = {}

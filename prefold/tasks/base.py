@@ -395,7 +395,7 @@ class Task:
 
     name: str  # key in `tasks.make.TASKS`
     inputs: Inputs
-    readout: Readout  # what the engine reads for every request
+    readout: Readout  # the Readout of every request
     item_type: type  # dataclass of an item; `prepare` also accepts mappings with its fields
     is_listwise: bool = False  # all documents of a query must be in one item, because one prompt ranks them
 
@@ -415,13 +415,17 @@ class Task:
         return item if isinstance(item, (self.item_type, Mapping)) else self.item_type(item)
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
-        """Check an item and add its texts to a batch. Return a function that makes the Work after the batch is
-        encoded."""
+        """Check an item and add its texts to a batch.
+
+        Return a function that makes the Work after the batch is encoded.
+        """
         raise NotImplementedError
 
     def finish(self, note: Any, results: Sequence[Any]) -> Answer:
-        """Return the answer to an item. `note` and `results` are the Work's note and the results of its requests, in
-        order."""
+        """Return the answer to an item.
+
+        `note` and `results` are the Work's note and the results of its requests, in order.
+        """
         raise NotImplementedError
 
     def calibration_items(self) -> list[Any]:
@@ -470,8 +474,10 @@ def encode_alone(tokenizer: Tokenizer | None, add: Callable[[TextBatch], Callabl
 
 
 def cut_end(ids: np.ndarray, over: int, field: str, *, left: bool = False) -> np.ndarray:
-    """Return ids without the last `over` ids, or with `left` without the first. Raise InputError if that cuts an
-    image."""
+    """Return ids without the last `over` ids, or with `left` without the first.
+
+    Raise InputError if that cuts an image.
+    """
     rest = ids[over:] if left else ids[: ids.size - over]
     check_cut(ids, rest, field)
     return rest
@@ -560,8 +566,11 @@ def level(sizes: Sequence[int], keep: int) -> list[int]:
 
 
 def part_of(text: str, spans: Sequence[tuple[int, int]], count: int, left: bool) -> str:
-    """Return the text of the first `count` tokens, or with `left` of the last ones. spans: (begin, end) of each
-    token"""
+    """Return the text of the first `count` tokens, or with `left` of the last ones.
+
+    Args:
+        spans: (begin, end) of each token.
+    """
     if count >= len(spans):
         return text
     if not count:

@@ -110,7 +110,11 @@ class Judgement:
         return asdict(self)
 
     def calibration(self, question: Question, applied: QuestionCalibration | None) -> QuestionCalibration:
-        """Return the calibration of the question. applied: the calibration that the probabilities already include"""
+        """Return the calibration of the question.
+
+        Args:
+            applied: the calibration that the probabilities already include
+        """
         assert self.fit is not None and self.check is not None and self.temperature is not None
         halves = {"fit": self.fit, "check": self.check}
         shown = {
@@ -203,7 +207,12 @@ def fit_temperature(logs: Floats, gold: Ints) -> float:
 
 
 def figures(probabilities: Floats, gold: Ints, *, is_score: bool = False) -> Figures:
-    """Return the Figures of at least one row. probabilities: [rows, options]; gold: index of each true option"""
+    """Return the Figures of at least one row.
+
+    Args:
+        probabilities: [rows, options]
+        gold: index of each true option
+    """
     confidence, right = _top(probabilities, gold)
     loss = -log_of(probabilities[np.arange(len(gold)), gold])
     levels = np.arange(probabilities.shape[1])

@@ -140,7 +140,10 @@ class ClassifyTask(Task):
     def _work_of_ids(self, text: np.ndarray, pictures: Sequence[Picture] = ()) -> Work:
         """Return the Work of a text in token ids, cut if it is too long.
 
-        The parts of the prompt around the text are encoded separately. pictures: the text's images
+        The parts of the prompt around the text are encoded separately.
+
+        Args:
+            pictures: The text's images.
         """
         ids = self._pairs_around(text)
         over = self._over(ids)
@@ -150,8 +153,10 @@ class ClassifyTask(Task):
 
     @cached_property
     def _around(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-        """Return (the ids of the prompt before a text, (ids between text and label, ids of the label) for each
-        label)."""
+        """Return (the ids of the prompt before a text, the ids after the text for each label).
+
+        The ids for a label are (ids between text and label, ids of the label).
+        """
         batch = TextBatch(self.inputs.tokenizer)
         head = batch.add(self.prompt.head)
         tails = [add_joint(batch, self.prompt.tail, label) for label in self.words]
@@ -304,7 +309,8 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 def _warn_of_lengths(tokens: Mapping[str, int]) -> None:
     """Warn if labels differ much in length, because each further token makes a label less likely.
 
-    tokens: the number of tokens of each label in the prompt
+    Args:
+        tokens: The number of tokens of each label in the prompt.
     """
     short, long = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
     if tokens[long] >= max(2 * tokens[short], tokens[short] + MUCH_LONGER):

@@ -74,8 +74,10 @@ class Conversations(ConversationOptions):
     def ids(self, messages: Any, inputs: Inputs, *, add_generation_prompt: bool) -> np.ndarray:
         """Return the token ids of a conversation, int32 [n].
 
-        Raise InputError for a conversation that cannot be rendered, or that has images. add_generation_prompt: end the
-        prompt with the header of the assistant's message
+        Raise InputError for a conversation that cannot be rendered, or that has images.
+
+        Args:
+            add_generation_prompt: end the prompt with the header of the assistant's message
         """
         if chat_of(messages) is not None:
             remedy = "leave it out, or give a text with --image in place of the conversation"
@@ -91,7 +93,10 @@ class Conversations(ConversationOptions):
         """Return (the text of an item's conversation, a function that encodes the text).
 
         The function is None if the tokenizer may encode the text itself: no special tokens are escaped, and there are
-        no images. pictures: the item's images
+        no images.
+
+        Args:
+            pictures: the item's images
         """
         escaping = self._escaping(item, inputs, pictures)
         text = self._text(item, inputs, escaping)
@@ -329,7 +334,11 @@ def _schema(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def _type(hint: Any, subject: str) -> dict[str, Any]:
-    """Return the JSON schema of a type. Raise InputError for a type without one. subject: the parameter in errors"""
+    """Return the JSON schema of a type. Raise InputError for a type without one.
+
+    Args:
+        subject: the parameter in errors
+    """
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         kinds = [kind for kind in inner if kind is not type(None)]

@@ -112,7 +112,8 @@ class DecideTask(Task):
     ):
         """Raise InputError for questions that cannot be asked about any state, and for a wrong template.
 
-        reader: the Reader of a decision head; None: read the logits of labels
+        Args:
+            reader: the Reader of a decision head; None: read the logits of labels
         """
         if inputs.tokenizer is None:
             raise InputError("decisions need a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
@@ -162,7 +163,7 @@ class DecideTask(Task):
         return self.review_below is not None or self.calibration is not None
 
     def source(self, checkpoint: Checkpoint) -> dict[str, str | None]:
-        """Return what the probabilities depend on besides the questions, as fields of a Calibration."""
+        """Return the model, prompt format and adapter that probabilities depend on, as fields of a Calibration."""
         settings, identity = self.settings, model_identity(checkpoint)
         order = [self.write.__name__, self.first] if settings.template is None else []
         labels = {kind: [*settings.labels_of(kind)] for kind in KINDS}
@@ -172,8 +173,10 @@ class DecideTask(Task):
         return own | {"adapter": self.inputs.adapter}
 
     def calibrate(self, calibration: Calibration, checkpoint: Checkpoint) -> None:
-        """Correct all answers by a calibration. Raise InputError if its model, prompt or questions differ from the
-        task's."""
+        """Correct all answers by a calibration.
+
+        Raise InputError if its model, prompt or questions differ from the task's.
+        """
         calibration.check_source(**self.source(checkpoint))  # type: ignore[arg-type]
         if self.questions:
             calibration.check_names([question.name for question in self.questions])
@@ -386,7 +389,11 @@ class DecideTask(Task):
         )
 
     def _render(self, asking: _Asked, state: object, group: list[Question]) -> Rendered:
-        """Return the prompt of a group of questions. state: the state of `asking`, or a part of it"""
+        """Return the prompt of a group of questions.
+
+        Args:
+            state: the state of `asking`, or a part of it
+        """
         names = tuple(asking.pictures)
         if self.settings.write is not None:
             return self.encoder.written(state, [self._variables(question) for question in group])

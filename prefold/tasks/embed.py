@@ -44,7 +44,8 @@ class EmbedTask(Task):
     def __init__(self, inputs: Inputs, options: EmbedOptions | None = None, settings: EmbedSettings | None = None):
         """Choose the prompt. Raise InputError for options that conflict, or that the checkpoint lacks.
 
-        settings: the checkpoint's settings; `options` override them
+        Args:
+            settings: The checkpoint's settings; `options` override them.
         """
         self.inputs, options = inputs, options or EmbedOptions()
         self.settings = settings = settings or EmbedSettings()
@@ -176,7 +177,11 @@ class EmbedTask(Task):
         return kind(np.ascontiguousarray(value), note["tokens"], notes_in(note))
 
     def _vectors(self, dimensions: int | None, results: Sequence[Result]) -> np.ndarray:
-        """Return the vectors of results, float32 [results, dimensions]. dimensions: the item's"""
+        """Return the vectors of results, float32 [results, dimensions].
+
+        Args:
+            dimensions: The number of dimensions that the item asks for.
+        """
         vectors = np.stack([np.asarray(result.values, dtype=np.float32) for result in results])
         dimensions = dimensions or self.dimensions
         if dimensions is not None:

@@ -47,7 +47,11 @@ class GenerateTask(Task):
     reasoning_parser = "auto"
 
     def __init__(self, inputs: Inputs, options: GenerationOptions, *, context: int | None = None):
-        """Raise InputError for wrong options. context: maximum tokens of prompt and output together; None: no limit"""
+        """Raise InputError for wrong options.
+
+        Args:
+            context: Maximum tokens of prompt and output together; None: no limit.
+        """
         o, self.inputs, self.context = options, inputs, context
         self.compact = o.json_space == "compact"
         self.auto_max_tokens = o.max_tokens == "auto"
@@ -161,7 +165,10 @@ class GenerateTask(Task):
     ) -> tuple[np.ndarray, Callable[[], np.ndarray], str, str | None]:
         """Return (leading special tokens, a getter of the other tokens, their field, the conversation's text or None).
 
-        The getter works after the batch is encoded. pictures: the item's images
+        The getter works after the batch is encoded.
+
+        Args:
+            pictures: The item's images.
         """
         nothing = np.empty(0, np.int32)
         if item.messages is not None:
@@ -241,7 +248,11 @@ class GenerateTask(Task):
         return self.inputs.request(np.concatenate((before, ids)), field)
 
     def _within_context(self, sampling: Sampling, size: int) -> Sampling:
-        """Lower a default max_tokens to the free part of the context. size: tokens of the prompt"""
+        """Lower a default max_tokens to the free part of the context.
+
+        Args:
+            size: Tokens of the prompt.
+        """
         if self.context is None or sampling.max_tokens is None or size + sampling.max_tokens <= self.context:
             return sampling
         room = self.context - size
@@ -252,8 +263,11 @@ class GenerateTask(Task):
     ) -> np.ndarray | None:
         """Return the ids of an item's prompt with its longest column cut to fit, or None if the item has no column.
 
-        The columns of a conversation are the contents of all messages but system messages. before: number of leading
-        special tokens; room: maximum number of tokens of the prompt, including these
+        The columns of a conversation are the contents of all messages but system messages.
+
+        Args:
+            before: Number of leading special tokens.
+            room: Maximum number of tokens of the prompt, including these.
         """
         tokenizer = self.inputs.tokenizer
         if tokenizer is None:
@@ -281,8 +295,10 @@ class GenerateTask(Task):
         return cut_columns(tokenizer, every, make, len, room) if every else None
 
     def _encode_pictured(self, whole: str, pictures: list[Picture], salt: str, text: str) -> np.ndarray:
-        """Return the ids of a prompt with images that was cut to `text`. Raise InputError if the cut removed an
-        image."""
+        """Return the ids of a prompt with images that was cut to `text`.
+
+        Raise InputError if the cut removed an image.
+        """
         assert self.inputs.images is not None
         placeholder = self.inputs.images.processor.placeholder
         if text.count(placeholder) < whole.count(placeholder):
@@ -332,7 +348,11 @@ class GenerateTask(Task):
         )
 
     def _reasoning_tokens(self, sample: Generated, opened: bool) -> int:
-        """Return how many tokens of a sample are reasoning. opened: the prompt ends with <think>"""
+        """Return how many tokens of a sample are reasoning.
+
+        Args:
+            opened: The prompt ends with <think>.
+        """
         (begin, end), text, ids = THINK, sample.text or "", sample.tokens
         if not opened and not text.lstrip().startswith(begin):
             return 0

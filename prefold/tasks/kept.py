@@ -87,7 +87,11 @@ def read_answer(data: bytes) -> Answer:
 
 
 def is_kept(request: Request, *, has_seed: bool) -> bool:
-    """Return whether the answer of a request may be kept. has_seed: the user gave the list or job a seed"""
+    """Return whether the answer of a request may be kept.
+
+    Args:
+        has_seed: The user gave the list or job a seed.
+    """
     sampling = request.sampling
     return sampling is None or not sampling.temperature or sampling.seed is not None or has_seed
 
@@ -95,13 +99,16 @@ def is_kept(request: Request, *, has_seed: bool) -> bool:
 class KeptAnswers:
     """The kept answers of one model, in a file.
 
-    Attributes:
+    Args:
         file: the file with the answers of all models
+        identity: the result of `answers_identity`
+        adapters: {name: digest} of the LoRA adapters
+
+    Attributes:
         model: number of this model in the file
     """
 
     def __init__(self, file: AnswersFile, identity: Mapping[str, object], adapters: Mapping[str, str]):
-        """identity: as of `answers_identity`; adapters: {name: digest} of the LoRA adapters"""
         self.file, self._adapters = file, adapters
         text = json.dumps(identity, sort_keys=True)
         self._digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -227,8 +234,10 @@ def answers_identity(
 ) -> dict[str, object]:
     """Return everything besides requests and adapters that answers depend on, as JSON.
 
-    These are the version of prefold, the model's files, the dtype, the kernels or device, and the options. read:
-    returns a digest of a whole file
+    These are the version of prefold, the model's files, the dtype, the kernels or device, and the options.
+
+    Args:
+        read: Returns a digest of a whole file.
     """
     from ..kernels import status
 

@@ -55,7 +55,7 @@ class ModelRows(NamedTuple):
     """The answers of one model."""
 
     number: int
-    identity: Mapping[str, object]  # as of `answers_identity`
+    identity: Mapping[str, object]  # the result of `answers_identity`
     answers: int  # number of answers
     bytes: int  # size of all answers
     used: int  # last use of any answer, in seconds since 1970
@@ -199,7 +199,11 @@ class AnswersFile:
                 self._waiting += len(request)
 
     def commit(self, *, due_only: bool = False) -> None:
-        """Write the new rows. due_only: only if there are many, or after about a second"""
+        """Write the new rows.
+
+        Args:
+            due_only: Only if there are many, or after about a second.
+        """
         with self._lock:
             is_due = self._waiting >= _BYTES or time.monotonic() - self._written_at >= _SECONDS
             if self._is_off or (due_only and not is_due):
@@ -258,7 +262,11 @@ class AnswersFile:
     # ------------------------------------------------------------------------------------------------ models
 
     def model(self, digest: bytes, identity: str) -> int:
-        """Return the number of a model. identity: as of `answers_identity`, as JSON"""
+        """Return the number of a model. Add the model if the file does not have it.
+
+        Args:
+            identity: The result of `answers_identity`, as JSON.
+        """
         with self._lock, _transaction(self._db):
             self._db.execute("INSERT OR IGNORE INTO models(digest, identity) VALUES(?, ?)", (digest, identity))
             return int(self._db.execute("SELECT id FROM models WHERE digest = ?", (digest,)).fetchone()[0])
@@ -285,8 +293,10 @@ class AnswersFile:
         return [ModelRows(number, json.loads(identity), *counts) for number, identity, *counts in rows]
 
     def with_requests(self, model: int, count: int) -> list[tuple[bytes, bytes, bytes]]:
-        """Return (key, request, answer) of at most `count` random answers of a model that were stored with their
-        request."""
+        """Return (key, request, answer) of at most `count` random answers of a model.
+
+        Only answers that were stored with their request are returned.
+        """
         query = """SELECT r.key, r.request, a.answer FROM requests r JOIN answers a ON a.key = r.key
             WHERE a.model = ? ORDER BY random() LIMIT ?"""
         with self._lock:
@@ -320,8 +330,10 @@ class AnswersFile:
         return wrong + ([f"{broken:,} answers do not match their checksum"] if broken else [])
 
     def close(self) -> None:
-        """Write the new rows and close the file. A damaged file is renamed, so that the next process starts a new
-        one."""
+        """Write the new rows and close the file.
+
+        A damaged file is renamed, so that the next process starts a new one.
+        """
         self.commit()
         with self._lock:
             with suppress(sqlite3.Error):

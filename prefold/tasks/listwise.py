@@ -39,14 +39,17 @@ class ListReader:
     spare: int = 0
 
     def write(self, query: Text, documents: Sequence[Text], instruction: str | None) -> list[Text]:
-        """Return the pieces of a prompt. Each mark is a piece: one after each document, and the last one after the
-        query."""
+        """Return the pieces of a prompt.
+
+        Each mark is a piece: one after each document, and the last one after the query.
+        """
         raise NotImplementedError
 
     def scores(self, prompts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the score of each document of a list, float64 [documents].
 
-        prompts: for each prompt, the hidden states of its documents and then of its query, float32 [rows, hidden]
+        Args:
+            prompts: for each prompt, the hidden states of its documents and then of its query, float32 [rows, hidden]
         """
         raise NotImplementedError
 
@@ -67,7 +70,7 @@ def check_complete(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:
 
 
 class ListTask(Task):
-    """Reranking for a checkpoint that reads all documents of a query at once. Otherwise as RerankTask.
+    """Reranking for a checkpoint that reads all documents of a query at once. Everything else is as in RerankTask.
 
     The score of a document depends on the documents before it, and all scores depend on the whole list. A list that is
     too long for one prompt is split into several prompts, within the limits of the reader.
@@ -209,8 +212,10 @@ class ListTask(Task):
         return cut_end(document, over, name, left=left) if over < document.size else document
 
     def _requests(self, ids: np.ndarray, count: int, name: str) -> list[Request]:
-        """Return a request for each document of a prompt, and one for the query. A request ends at the row that is
-        read."""
+        """Return a request for each document of a prompt, and one for the query.
+
+        A request ends at the row that is read.
+        """
         places = np.flatnonzero(np.isin(ids, self._ids))
         if ids[places].tolist() != [self._ids[0]] * count + [self._ids[1]]:
             names = " or ".join(self.reader.marks)

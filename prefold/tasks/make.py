@@ -85,7 +85,11 @@ def inputs_of(
     adapter: Any = None,
     adapters: Collection[str] = (),
 ) -> Inputs:
-    """Return the Inputs of a model. max_length: maximum rows of a request; None: all positions of the model"""
+    """Return the Inputs of a model.
+
+    Args:
+        max_length: Maximum rows of a request; None: all positions of the model.
+    """
     return Inputs(tokenizer, _rows(config, max_length), config.vocab_size, adapter, adapters, config)
 
 
@@ -133,15 +137,17 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
     settings = pair_settings(checkpoint, inputs.tokenizer if o.template is None else None)
     if settings.activation not in ACTIVATIONS and not o.raw_scores:
         raise UnsupportedModelError(
-            f"{checkpoint.name} makes scores of logits by activation_fn {settings.activation!r}; prefold knows "
+            f"{checkpoint.name} makes scores of logits by activation_fn {settings.activation!r}; prefold supports "
             f"{', '.join(ACTIVATIONS)}; ask for raw_scores (--raw-scores), the logits themselves"
         )
     return RerankTask(inputs, o, settings)
 
 
 def is_reranker(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Return whether a checkpoint was made to rerank: its files say so, or it has a classification head of one
-    label."""
+    """Return whether a checkpoint was made to rerank.
+
+    Its files say so, or it has a classification head of one label.
+    """
     return config.num_labels == 1 or bool(logit_ids(checkpoint)) or bool(names_of(checkpoint, RANKERS))
 
 
@@ -245,7 +251,11 @@ def labels_of_head(config: ModelConfig) -> list[str] | None:
 
 
 def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> None:
-    """Raise UnsupportedModelError if the model has no LM head, and thus no logits. task: its name in the error"""
+    """Raise UnsupportedModelError if the model has no LM head, and thus no logits.
+
+    Args:
+        task: Name of the task, for the error.
+    """
     if not config.lm_head:
         has = "a classification head" if config.num_labels else "no head at all"
         message = f"{task} needs a language model's logits; {checkpoint.name} has {has}"

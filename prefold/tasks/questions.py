@@ -146,8 +146,10 @@ def field_of(name: str) -> str:
 
 
 def _word(value: object) -> str | None:
-    """Return a true answer as text, or None if the type is wrong. A whole number may come as 5.0, as tables write
-    it."""
+    """Return a true answer as text, or None if the type is wrong.
+
+    A whole number may come as 5.0, as tables write it.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, (bool, np.bool_)):
@@ -160,8 +162,11 @@ def _word(value: object) -> str | None:
 def read_questions(questions: object) -> tuple[list[Question], dict[str, InputError]]:
     """Return (the questions, {name of a wrong question: its error}).
 
-    Raise InputError for any other value, and if there are no questions. questions: {name: question}, or a list of
-    questions; a question of a list without a `name` is called by its index from 0
+    Raise InputError for any other value, and if there are no questions.
+
+    Args:
+        questions: {name: question}, or a list of questions; a question of a list without a `name` is called by its
+            index from 0.
     """
     named = _named(questions)
     good, errors = [], {}

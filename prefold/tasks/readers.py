@@ -26,7 +26,7 @@ class Reader:
     """A reader of the scores of a question's options from rows of its prompt.
 
     Attributes:
-        readout: what the engine reads from a row
+        readout: the Readout of the rows
         settings: how the prompt is written
         max_length: maximum tokens of a prompt that the head was made for; None: the model's limit
     """
@@ -46,22 +46,34 @@ class Reader:
         """Return (score of each option, probability of all labels, whether the most likely token is a label).
 
         The scores have the order of the prompt, float64 [options]. The probability is over the whole vocabulary. The
-        last two are None if there are no labels. values: what was read before each mark, float64
+        last two are None if there are no labels.
+
+        Args:
+            values: the values that were read before each mark, float64
         """
         raise NotImplementedError
 
     def places(self, marks: Sequence[int], size: int) -> Sequence[int]:
-        """Return the number of tokens before each read (default: before each mark). size: tokens of the prompt"""
+        """Return the number of tokens before each read (default: before each mark).
+
+        Args:
+            size: tokens of the prompt
+        """
         return marks
 
     def note(self, ids: np.ndarray, marks: Sequence[int]) -> object:
-        """Return what `all_scores` needs to know about a prompt, as JSON, or None."""
+        """Return a JSON value that `all_scores` needs for this prompt, or None."""
         return None
 
     def all_scores(
         self, questions: Sequence[Question], values: Sequence[np.ndarray], note: Any
     ) -> Sequence[tuple[np.ndarray, float | None, bool | None]]:
-        """Return `scores` of all questions of a prompt. values: what was read at its places; note: as of `note`"""
+        """Return `scores` of all questions of a prompt.
+
+        Args:
+            values: the values that were read from the prompt, in order
+            note: the result of `note` for the prompt
+        """
         rows = iter(values)
         return [self.scores(question, list(islice(rows, self.marks(question)))) for question in questions]
 
@@ -80,7 +92,7 @@ def head_of(checkpoint: Checkpoint) -> Reader | None:
 
 
 def entry_of(checkpoint: Checkpoint, table: Table[T]) -> T | None:
-    """Return what a table makes for a checkpoint, or None. The entry of its architecture comes first."""
+    """Return the object that a function of a table makes for a checkpoint, or None. Its architecture comes first."""
     entries = (table[name](checkpoint) for name in names_of(checkpoint, table))
     return next((entry for entry in entries if entry is not None), None)
 
@@ -105,10 +117,13 @@ def files_of(checkpoint: Checkpoint, table: Table[T]) -> list[str]:
 
 
 class LabelReader(Reader):
-    """A reader of the logits of the options' labels, one token each."""
+    """A reader of the logits of the options' labels, one token each.
+
+    Args:
+        questions: the task's questions, whose labels are read; empty: read all labels
+    """
 
     def __init__(self, settings: DecisionSettings, encoder: DecisionEncoder, questions: Sequence[Question]):
-        """questions: the task's questions, whose labels are read; empty: read all labels"""
         self.settings = settings
         self._ids_of = cache(self._find_ids)
         every = [label for kind in KINDS for label in settings.labels_of(kind)]

@@ -90,8 +90,10 @@ class _Form:
 
     @classmethod
     def of_settings(cls, settings: PairSettings, tokenizer: Tokenizer) -> tuple[_Form, _Form | None]:
-        """Return (the form without an instruction, the form with one). The latter is None if the checkpoint has
-        none."""
+        """Return (the form without an instruction, the form with one).
+
+        The second form is None if the checkpoint does not define it.
+        """
         if settings.prompt is None:
             return cls.of_pair(tokenizer), None
         form = cls.of_prompt(settings.prompt, tokenizer)
@@ -134,7 +136,8 @@ class RerankTask(Task):
     def __init__(self, inputs: Inputs, options: RerankOptions, settings: PairSettings | None = None):
         """Raise InputError for a wrong template or wrong words, and if there is no tokenizer.
 
-        settings: what the checkpoint's files say about pairs; None: compare the logits of the words
+        Args:
+            settings: the settings for pairs in the checkpoint's files; None: compare the logits of the words
         """
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
@@ -216,8 +219,7 @@ class RerankTask(Task):
         return make
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
-        """Join Works of one document each and the same query into one Work, so that the documents are ranked
-        together."""
+        """Join Works with the same query and one document each into one Work, which ranks the documents together."""
         top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n)
 
@@ -232,8 +234,10 @@ class RerankTask(Task):
         return self.inputs.request(tokens, name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
 
     def _cut(self, form: _Form, fields: Mapping[str, Text], body: np.ndarray, over: int, name: str) -> np.ndarray:
-        """Return a body whose document is shorter by at least `over` ids, or the same body if the document is too
-        short."""
+        """Cut the document in a body, so that the body has at least `over` ids less.
+
+        Return the body unchanged if the document is too short.
+        """
         document, left, room = fields["document"], self.truncate == "left", body.size - over
         shortest = body[:room] if form.ends_with_document else body
         if form.ends_with_document and not left and not isinstance(document, FilledTemplate):
@@ -274,8 +278,8 @@ class RerankTask(Task):
 class CosineTask(EmbedTask):
     """Reranking with an embedding model: the score is the cosine of the vectors of query and document.
 
-    Otherwise as RerankTask. Both texts are embedded as the task embed does it, with the checkpoint's default prompt if
-    it has one.
+    Both texts are embedded as in the task embed, with the checkpoint's default prompt if it has one. Everything else is
+    as in RerankTask.
     """
 
     name = "rerank"
@@ -302,8 +306,7 @@ class CosineTask(EmbedTask):
         return lambda: work_of([maker() for maker in makers], pictures, **note)
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
-        """Join Works of one document each and the same query into one Work, so that the documents are ranked
-        together."""
+        """Join Works with the same query and one document each into one Work, which ranks the documents together."""
         top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n, in_pairs=True)
 
@@ -384,7 +387,11 @@ def note_of(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
 
 
 def ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Relevance | Ranking:
-    """Return the answer to an item. keys: the sort keys of the documents, the largest comes first"""
+    """Return the answer to an item.
+
+    Args:
+        keys: the sort keys of the documents, the largest comes first
+    """
     if not note.get("list"):
         return Relevance(float(scores[0]), note["tokens"], notes_in(note))
     order = np.argsort(-keys, kind="stable")

@@ -77,7 +77,10 @@ def kept_name(reserved: Collection[str], column: str) -> str:
     """Return the name under which a line repeats a column: its own name, or input_NAME if lines have a field NAME.
 
     The name does not depend on the other columns, and two columns never get one name. If lines have a field NAME, a
-    column input_NAME becomes input_input_NAME. reserved: the names of the fields of lines
+    column input_NAME becomes input_input_NAME.
+
+    Args:
+        reserved: The names of the fields of lines.
     """
     return f"input_{column}" if bare(column, "input_") in reserved else column
 
@@ -165,7 +168,11 @@ class RowReader:
         return {part for path in self.columns.paths() for part in (path, path.split(".")[0])}
 
     def check(self, have: list[str]) -> None:
-        """Raise JobError if the table lacks a used column. have: its columns"""
+        """Raise JobError if the table lacks a used column.
+
+        Args:
+            have: The columns of the table.
+        """
         for path in self.columns.paths():
             if path == self.columns.id == "record":
                 continue  # means the number of the record

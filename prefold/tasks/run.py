@@ -64,7 +64,11 @@ def results_of(
 
 
 def as_known(answer: EngineAnswer, num_tokens: int) -> EngineAnswer:
-    """Return a known answer as the answer to an equal request that needed no computation. num_tokens: of the prompt"""
+    """Return a known answer as the answer to an equal request that needed no computation.
+
+    Args:
+        num_tokens: The number of tokens of the prompt. All of them count as cached.
+    """
     if isinstance(answer, Result):
         cached = answer.cached_tokens if answer.cached_tokens is None else num_tokens
         return replace(answer, values=answer.values.copy(), cached_tokens=cached)
@@ -81,7 +85,11 @@ def same_prompt(one: Request, other: Request) -> bool:
 
 
 def tokens_of(answer: EngineAnswer, num_tokens: int) -> int:
-    """Return how many tokens a request adds to Stats. num_tokens: of its prompt"""
+    """Return how many tokens a request adds to Stats.
+
+    Args:
+        num_tokens: The number of tokens of the request's prompt.
+    """
     samples = answer if isinstance(answer, list) else ()
     return sum(num_tokens + max(0, len(sample.tokens) - 1) for sample in samples) or num_tokens
 
@@ -180,13 +188,21 @@ def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | 
 
 
 def run_items(engine: Engine, task: Any, items: Sequence[Any], **run: Any) -> list[Any]:
-    """Return the task's answer to each item, or the item's InputError, in order. run: keywords of `run_works`"""
+    """Return the task's answer to each item, or the item's InputError, in order.
+
+    Args:
+        run: Keywords of `run_works`.
+    """
     works = task.prepare(items)
     return finish_items(task, works, run_works(engine, task, works, **run))
 
 
 def calibrated(engine: Engine, task: Any, **run: Any) -> Any:
-    """Return the task, calibrated if it asks for calibration. run: keywords of `run_works`"""
+    """Return the task, calibrated if it asks for calibration.
+
+    Args:
+        run: Keywords of `run_works`.
+    """
     items = task.calibration_items()
     return calibrated_by(task, run_items(engine, task, items, **run)) if items else task
 

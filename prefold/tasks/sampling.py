@@ -67,8 +67,10 @@ def sampling_from(
 def seed_at(seed: int, *place: int) -> int:
     """Return the seed of the prompt at a place of a list or job that has one seed.
 
-    The first prompt keeps the seed, so a single prompt and the first one of a list draw the same numbers. place:
-    numbers; trailing zeros change nothing
+    The first prompt keeps the seed, so a single prompt and the first one of a list draw the same numbers.
+
+    Args:
+        place: Numbers; trailing zeros change nothing.
     """
     while place and not place[-1]:
         place = place[:-1]
@@ -98,8 +100,10 @@ def grammar_from(value: Any, field: str = "grammar") -> Grammar:
 
 
 def format_grammar(value: Any) -> dict[str, Any] | None:
-    """Return a pydantic class, or OpenAI's `response_format`, in the form that `grammar_from` accepts; None for plain
-    text."""
+    """Convert a pydantic class, or OpenAI's `response_format`, to the form that `grammar_from` accepts.
+
+    Return None for plain text.
+    """
     if hasattr(value, "model_json_schema"):
         return {"json_schema": value}
     kind = value.get("type") if isinstance(value, Mapping) else None

@@ -80,7 +80,7 @@ def _embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
     kinds = [kind for kind, _ in steps]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UnsupportedModelError(
-            f"{checkpoint.name} has the sentence-transformers modules {', '.join(kinds)}; prefold knows Transformer,"
+            f"{checkpoint.name} has the sentence-transformers modules {', '.join(kinds)}; prefold supports Transformer,"
             " Pooling and then, if wanted, Normalize"
         )
     if steps[0][1]:
@@ -121,7 +121,10 @@ def _chat_settings(
     """Return the ChatSettings with which sentence-transformers (6 and later) turns texts into messages.
 
     Return None if it uses texts as they are. It makes messages if the folder's `modality_config` has "message", as in
-    decoders with a chat template. output: the model output that is read
+    decoders with a chat template.
+
+    Args:
+        output: the model output that is read
     """
     modalities = transformer.get("modality_config") or {}
     for name in {"text", "message"} & modalities.keys():
@@ -129,7 +132,7 @@ def _chat_settings(
             does = "embeds" if output == "last_hidden_state" else "scores"
             raise UnsupportedModelError(
                 f"{checkpoint.name} {does} by its own method ({name} of modality_config in sentence_bert_config.json);"
-                f" prefold knows forward and {output}"
+                f" prefold supports forward and {output}"
             )
     processing = {name: values for name, values in (transformer.get("processing_kwargs") or {}).items() if values}
     accepted = {"chat_template"} if "message" in modalities else set()
@@ -150,8 +153,10 @@ def _chat_settings(
 
 
 def _takes_parts(checkpoint: Checkpoint, form: str) -> bool:
-    """Return whether the chat template expects a list of parts. "auto" looks for signs of it, as sentence-transformers
-    does."""
+    """Return whether the chat template expects a list of parts.
+
+    "auto" looks for signs of it, as sentence-transformers does.
+    """
     if form != "auto":
         return form == "structured"
     source = folder_templates(checkpoint).get("default", "")
@@ -177,7 +182,9 @@ def _pooling_mode(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Pooling:
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in POOLING_MODES:
         choices = ", ".join(POOLING_MODES)
-        raise UnsupportedModelError(f"{checkpoint.name} pools by {' and '.join(modes)}; prefold knows one of {choices}")
+        raise UnsupportedModelError(
+            f"{checkpoint.name} pools by {' and '.join(modes)}; prefold supports one of {choices}"
+        )
     return POOLING_MODES[modes[0]]
 
 
@@ -190,8 +197,10 @@ def _gguf_pooling_type(checkpoint: Checkpoint) -> Any:
 
 
 def is_embedder(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint's files say how it embeds: pooling in sentence-transformers' modules, or in
-    GGUF."""
+    """Return whether the checkpoint's files define the pooling of embeddings.
+
+    These are the modules of sentence-transformers, and the metadata of a GGUF file.
+    """
     modules = checkpoint.read_json("modules.json")
     kinds = [str(module.get("type")) for module in modules or () if isinstance(module, dict)]
     return any(kind.endswith("Pooling") for kind in kinds) or _gguf_pooling_type(checkpoint) in GGUF_POOLING
@@ -265,7 +274,11 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
 def _pair_of_messages(
     tokenizer: Tokenizer, chat: ChatSettings, roles: Sequence[str] = ("query", "document"), around: str = "{}"
 ) -> RerankPrompt:
-    """Return the prompt of a pair in the chat template. around: format of the text around each field"""
+    """Return the prompt of a pair in the chat template.
+
+    Args:
+        around: format of the text around each field
+    """
     texts = [around.format("{instruction}" if role == "system" else f"{{{role}}}") for role in roles]
     contents: list[Any] = [[{"type": "text", "text": text}] for text in texts] if chat.parts else list(texts)
     pair = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
@@ -284,7 +297,7 @@ def logit_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     if is_cross_encoder and kinds not in ([], ["Transformer"], ["Transformer", "LogitScore"]):
         raise UnsupportedModelError(
             f"{checkpoint.name} has the modules {', '.join(kinds)} of sentence-transformers' CrossEncoder; prefold"
-            " knows Transformer and then, if wanted, LogitScore"
+            " supports Transformer and then, if wanted, LogitScore"
         )
     if kinds[-1:] != ["LogitScore"]:
         return ()

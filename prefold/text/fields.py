@@ -1,6 +1,6 @@
 """Read columns of a record as text, by column name or by a template such as "Question: {question}".
 
-A path names a column or a value inside it: `passages.text`, `choices.0`. Each InputError names the column.
+A dotted path names a value inside a column: `passages.text`, `choices.0`. Every InputError names the column.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from ..errors import InputError, JobError
 from .prompts import FilledTemplate
 from .valid import valid_text
 
-# The deepest nesting of a record. Recursive code that walks a record must not exhaust Python's stack.
+# Limit on the nesting of a record, so that recursive code cannot exhaust Python's stack.
 MAX_DEPTH = 200
 _MISSING = object()
 
 
 def lookup(data: dict[str, Any], path: str) -> Any:
-    """Return the value at `path`: the column with exactly this name, else the nested value at a dotted path.
+    """Return the column with the name `path`. If there is none, return the nested value at the dotted path.
 
-    A name that meets a list is looked up in each of its elements. Raise InputError if there is no value.
+    If a name in the path follows a list, return the list of the values under this name in all elements. Raise
+    InputError if there is no value.
     """
     value = data.get(path, _MISSING)
     if value is _MISSING and "." in path:
@@ -52,20 +53,23 @@ def _walk(value: Any, parts: Sequence[str]) -> Any:
 
 
 def is_empty(value: Any) -> bool:
-    """Return True for null, NaN (which data frames write for null) and an empty text."""
+    """Return True for null, for an empty text, and for NaN, because data frames represent null as NaN."""
     return value is None or value == "" or (isinstance(value, float) and value != value)
 
 
 def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
-    """Return a text unchanged, and a number, date or time as text. Raise InputError for other types.
+    """Convert a text, number, date or time to text. Raise InputError for any other type.
 
-    An empty value (see `is_empty`) is an error, unless `keep_empty` asks for an empty text.
+    Args:
+        value: The value. An empty value (see `is_empty`) is an error, unless `keep_empty` is set.
+        field: Name of the column, for errors.
+        keep_empty: Return "" for an empty value.
     """
     if is_empty(value):
         if keep_empty:
             return ""
         kind, code = ("empty", "empty") if value == "" else ("null" if value is None else "NaN", "null")
-        remedy = "give it a text, drop the record, or take it as an empty text with --empty keep"
+        remedy = "give it a text, drop the record, or use --empty keep to read it as an empty text"
         raise InputError(f"{field!r} is {kind}", field=field, remedy=remedy, code=code)
     if isinstance(value, str):
         return valid_text(value, field)
@@ -76,10 +80,10 @@ def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
 
 
 def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
-    """Return the texts of a list of texts, or of objects with a "text" such as the documents of rerank requests.
+    """Convert a list of texts to text. An element may be an object with the key "text", as in rerank requests.
 
-    Raise InputError if the value is no list or is an empty list, or if an element has another type. For `keep_empty`,
-    see `as_text`.
+    Raise InputError if the value is not a list, if the list is empty, or if `as_text` refuses an element. `field` and
+    `keep_empty` are as in `as_text`.
     """
     if not isinstance(value, list):
         as_text(value, field)
@@ -91,10 +95,10 @@ def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
 
 
 def without_filler(value: Any) -> Any:
-    """Return an Arrow value without the null fields of its structs.
+    """Remove the null fields of all structs in an Arrow value.
 
-    All structs of an Arrow column have the same fields, so a field that one row lacks is null. A chat template would
-    write these nulls into the prompt. Nulls in lists stay.
+    All structs of an Arrow column have the same fields. A field that a row does not have is null, and a chat template
+    would write this null into the prompt. Null elements of lists stay.
     """
     if isinstance(value, dict):
         return {name: without_filler(inner) for name, inner in value.items() if inner is not None}
@@ -117,8 +121,9 @@ def check_depth(value: Any, brackets: int, subject: str, field: str | None = Non
 
     Args:
         value: A value parsed from JSON.
-        brackets: Number of opening brackets in the JSON. If it is small, the value is not walked.
+        brackets: Number of opening brackets in the JSON. With at most MAX_DEPTH brackets, the value is not examined.
         subject: Name of the value in the error message.
+        field: Name of the column, for the error.
     """
     if brackets <= MAX_DEPTH:
         return value
@@ -133,10 +138,11 @@ def check_depth(value: Any, brackets: int, subject: str, field: str | None = Non
 
 
 class Template:
-    """Text from a record; the value of an option such as --prompt.
+    """How to make a text from a record: the parsed value of an option such as --prompt.
 
     Args:
-        text: A template with columns as {fields} ({{ and }} are literal braces), or, without braces, a column's name.
+        text: The name of a column; or a template with columns in braces, such as "Q: {question}". In a template,
+            {{ and }} are literal braces.
         option: Name of the option in error messages.
 
     Raises:
@@ -156,9 +162,9 @@ class Template:
         return list(dict.fromkeys(path for _, path in self._parts if path is not None))
 
     def render(self, data: dict[str, Any], keep_empty: bool = False) -> str:
-        """Return the template's text for a record; a template with fields returns a `FilledTemplate`.
+        """Return the text for a record: a str for a bare column name, a `FilledTemplate` for a template.
 
-        Raise InputError if a column is missing or has no text. For `keep_empty`, see `as_text`.
+        Raise InputError if a column is missing, or if `as_text` refuses its value. `keep_empty` is as in `as_text`.
         """
         if self.column is not None:
             return as_text(lookup(data, self.column), self.column, keep_empty)
@@ -170,7 +176,7 @@ class Template:
         return FilledTemplate(out)
 
     def render_many(self, data: dict[str, Any], keep_empty: bool = False) -> str | list[str]:
-        """Return the text of `render`, or the texts of a list if the template is a bare column name."""
+        """Like `render`, but return a list of texts if the template is a bare column name and the column has a list."""
         if self.column is not None:
             value = lookup(data, self.column)
             if isinstance(value, list):

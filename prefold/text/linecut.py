@@ -72,7 +72,7 @@ class LineCuts:
     refused: frozenset[str] = frozenset()  # first characters of a line that forbid the cut of `empty`
 
     def at(self, text: str, start: int) -> int:
-        """Return the cut behind or before the newline that precedes the line at `start`; 0 if no cut is allowed."""
+        """Return the allowed cut directly before or after the newline above `start`; 0 if no cut is allowed."""
         if start < 2 or text[start - 1] != "\n":
             return 0
         first = text[start : start + 1]

@@ -57,7 +57,7 @@ def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def written(longest: int = LONGEST, **fields: Any) -> str:
-    """Return the text of `sandbox.write` with these fields. If memory is short, free some and try once more."""
+    """Return the text of `sandbox.write` with these fields. If memory runs out, free some and try once more."""
     from .sandbox import TooLong, compile_template, write  # Jinja is slow to import, and only this process needs it
 
     try:

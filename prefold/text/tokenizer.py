@@ -134,7 +134,7 @@ class Tokenizer:
         special_tokens: {"bos_token": "<s>", ...}, as chat templates see them.
         bos_id: Id of the BOS token; None if the checkpoint names none. The same for `eos_id` and `pad_id`.
         vocab_size: One more than the largest id.
-        max_length: The most tokens that the tokenizer's files allow; None without a limit.
+        max_length: Limit on the tokens of a text in the tokenizer's files; None: no limit.
         truncation_side: "right" or "left": the end at which a text is cut, if the caller asks for a cut.
         chat_templates: The checkpoint's chat templates.
     """
@@ -206,9 +206,9 @@ class Tokenizer:
         return texts
 
     def cut_at(self, text: str, start: int) -> int:
-        """Return the cut behind or before the newline that precedes the line at `start`; 0 if no cut is allowed.
+        """Return the allowed cut directly before or after the newline above `start`; 0 if no cut is allowed.
 
-        The parts of a text cut there have together the ids of the text.
+        The ids of the two parts, joined, are the ids of the text.
         """
         return self._line_cuts.at(text, start) if self._line_cuts else 0
 

@@ -1,4 +1,4 @@
-"""Lay training sequences out as one step of a row stream, and split large batches into micro-batches."""
+"""Convert training sequences to the rows of one step, and split large batches into micro-batches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..worker.torch.rows import Batch, prepare, row_attention_of
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Checked sequences of token ids, with a mask of the targets (the tokens to learn or to read).
+    """Checked sequences of token ids, with a mask of the targets: the tokens whose log-probabilities are computed.
 
-    A target is read at the token before it, so the first token of a sequence cannot be a target. Make examples with
-    `Examples.build`.
+    A target's log-probability is read at the token before it, so the first token of a sequence cannot be a target. Make
+    examples with `Examples.build`.
 
     Attributes:
         tokens: int32 [N], the tokens of all sequences, one after the other.
@@ -52,8 +52,9 @@ class Examples:
         Args:
             config: The config of the model.
             sequences: The token ids of each sequence, as a list, array or tensor.
-            prompt_lengths: One number per sequence. All tokens after the first `prompt_lengths[s]` ones are targets.
-            masks: One sequence of booleans per sequence, True for targets. Give this or `prompt_lengths`.
+            prompt_lengths: One number per sequence. All tokens of sequence s after the first `prompt_lengths[s]` are
+                targets.
+            masks: For each sequence one boolean per token, True for targets. Pass either this or `prompt_lengths`.
 
         Returns:
             The examples.
@@ -108,7 +109,14 @@ class Examples:
         return self.tokens[ragged_ranges(self.offsets[:-1], lengths)], np.concatenate(([0], np.cumsum(lengths)))
 
     def take(self, numbers: np.ndarray) -> Examples:
-        """Return the sequences with the given indices, int64 [n], in that order."""
+        """Select sequences.
+
+        Args:
+            numbers: int64 [n], the indices of the sequences.
+
+        Returns:
+            These sequences, in the order of `numbers`.
+        """
         lengths = np.diff(self.offsets)[numbers]
         index = ragged_ranges(self.offsets[:-1][numbers], lengths)
         return Examples(self.tokens[index], np.concatenate(([0], np.cumsum(lengths))), self.is_target[index])
@@ -116,19 +124,19 @@ class Examples:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TrainBatch:
-    """The input of one forward and backward pass: rows, and targets that are read at rows.
+    """The input of one forward and backward pass: the rows to compute, and the targets to read at these rows.
 
     Make batches with `TrainBatch.build` or `micro_batches`. In every array of targets, the targets of sequence s are
     `target_offsets[s]:target_offsets[s + 1]`, in the order of its tokens.
 
     Attributes:
         config: The config of the model.
-        sharing: "full": rows of the trie. "mlp": rows of the trie, but attention over the plain sequences. "off": plain
-            sequences.
-        step: The rows as one step of a whole stream, without a carried path.
-        num_tokens: Number of rows without sharing.
-        numbers: int64 [sequences], the index of each sequence among the sequences that were passed.
-        target_offsets: int64 [sequences + 1].
+        sharing: "full": the rows are the rows of the trie. "mlp": position-wise layers compute the rows of the trie,
+            but attention runs over whole sequences. "off": every token of every sequence is a row.
+        step: All rows, as one step. Nothing was computed before them.
+        num_tokens: The number of rows that `sharing="off"` would compute.
+        numbers: int64 [sequences], the index of each sequence in the arguments of `micro_batches` or `build`.
+        target_offsets: int64 [sequences + 1], the first target of each sequence, then the number of targets.
         target_ids: int64 [targets], the token id of each target.
         target_reads: int64 [targets], the index in `step.read_rows` of the row at which each target is read.
     """
@@ -160,7 +168,7 @@ class TrainBatch:
             sequences: The token ids of each sequence, as a list, array or tensor.
             prompt_lengths: As in `Examples.build`.
             masks: As in `Examples.build`.
-            sharing: As in the class.
+            sharing: As in `TrainBatch`.
 
         Returns:
             The batch.
@@ -185,8 +193,8 @@ class TrainBatch:
         Args:
             config: The config of the model.
             examples: The examples.
-            sharing: As in the class.
-            numbers: int64 [sequences], the `numbers` of the batch. None: 0, 1, 2, ...
+            sharing: As in `TrainBatch`.
+            numbers: int64 [sequences], the value of `TrainBatch.numbers`. None: 0, 1, 2, ...
 
         Returns:
             The batch.
@@ -203,8 +211,8 @@ class TrainBatch:
         fold = None if sharing == "off" else PrefixMap.build(tokens, offsets)
         targets = np.flatnonzero(examples.is_target)
         target_offsets = np.searchsorted(targets, examples.offsets)
-        # A target is read at the token before it. Offsets are smaller here than in `examples`, because tokens after the
-        # last target of a sequence are left out.
+        # A target is read at the token before it. Sequences start earlier in `tokens` than in `examples.tokens`,
+        # because the tokens from each sequence's last target on are left out.
         moved = np.repeat(offsets[:-1] - examples.offsets[:-1], np.diff(target_offsets))
         at = targets - 1 + moved
         step = _step(trie, at if fold is None or sharing == "mlp" else fold.scatter[at])
@@ -239,7 +247,7 @@ class TrainBatch:
         return self.step.num_rows
 
     def prepared(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """Return the step as tensors and attention plans, cached by device and dtype.
+        """Return the step as tensors and attention plans. The batch caches them by device and dtype.
 
         Args:
             device: The device of the model.
@@ -267,18 +275,22 @@ class TrainBatch:
         return self.sums(values) / self.target_counts(values.device)
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Return the part of `values` [targets] of each sequence, a list of tensors."""
+        """Return one tensor per sequence: the part of `values` [targets] that belongs to its targets."""
         return list(values.split(np.diff(self.target_offsets).tolist()))
 
 
 def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of queries, keys and values for a model dtype. Under autocast, it is the dtype of linears."""
+    """Return the dtype of queries, keys and values: the autocast dtype under autocast, else the model's `dtype`."""
     autocast = torch.is_autocast_enabled(device.type) and dtype != torch.float64
     return torch.get_autocast_dtype(device.type) if autocast else dtype
 
 
 def _step(trie: Trie, at: np.ndarray) -> StreamStep:
-    """Return all rows of a stream as one step. Target i is read at row `at[i]`, int64 [targets]."""
+    """Return all rows of a stream as one step.
+
+    Args:
+        at: int64 [targets], the row at which each target is read.
+    """
     read_rows, reads = np.unique(at, return_inverse=True)
     return StreamStep(
         tokens=trie.tokens,
@@ -343,7 +355,7 @@ def micro_batches(
 ) -> list[TrainBatch]:
     """Split sequences into batches of at most `max_rows` rows.
 
-    Groups with a common prefix go side by side, so that batches share as many rows as they can.
+    Groups are sorted in the order of the trie, so that groups with a common prefix share its rows in one batch.
 
     Args:
         config: The config of the model.
@@ -351,8 +363,8 @@ def micro_batches(
         max_rows: Maximum number of rows of a batch.
         prompt_lengths: As in `Examples.build`.
         masks: As in `Examples.build`.
-        groups: int [sequences]. Sequences with the same number go into one batch, in their order: the two sequences of
-            a DPO pair, or the completions of a prompt. None: each sequence is a group.
+        groups: int [sequences], the group of each sequence. All sequences of a group are in the same batch, in their
+            order. Groups are DPO pairs, or the completions of a prompt. None: each sequence is a group.
         sharing: As in `TrainBatch`.
 
     Returns:
@@ -379,7 +391,7 @@ def micro_batches(
 
 
 def accumulate(batches: Iterable[TrainBatch], loss: Callable[[TrainBatch], Tensor]) -> float:
-    """Run the backward pass of each batch's loss before the next batch starts.
+    """Compute the loss and its gradients batch by batch, so that only one batch is in memory. Gradients add up.
 
     Args:
         batches: The batches, usually from `micro_batches`.
@@ -402,7 +414,7 @@ def accumulate(batches: Iterable[TrainBatch], loss: Callable[[TrainBatch], Tenso
 
 
 class _CountedRows:
-    """The rows of each sequence in the whole stream, to count the rows of any set of sequences."""
+    """Counts the rows that a batch needs, from the stream of all sequences."""
 
     def __init__(self, examples: Examples, sharing: Sharing):
         tokens, self.offsets = examples.rows()
@@ -413,7 +425,7 @@ class _CountedRows:
         return int(self.of_token[self.offsets[sequence + 1] - 1])
 
     def fresh(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the rows of these sequences that were not passed to `add` yet."""
+        """Return the rows of these sequences that `add` has not added since the last `clear`."""
         pieces = [self.of_token[self.offsets[s] : self.offsets[s + 1]] for s in sequences.tolist()]
         rows = np.unique(np.concatenate(pieces))
         return rows[~self.seen[rows]]
@@ -426,13 +438,13 @@ class _CountedRows:
 
 
 def _members(numbers: np.ndarray) -> list[np.ndarray]:
-    """Return the sequences of each group."""
+    """Return the indices of each group's sequences."""
     order = np.argsort(numbers, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
 
 
 def _pack(groups: list[np.ndarray], rows: _CountedRows, max_rows: int) -> list[np.ndarray]:
-    """Return the sequences of each batch. Groups fill one batch after the other, in stream order."""
+    """Return the indices of each batch's sequences. Groups fill one batch after the other, in stream order."""
     parts: list[list[np.ndarray]] = []
     used = 0
     for group in sorted(groups, key=lambda g: min(map(rows.last, g.tolist()))):

@@ -217,7 +217,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers, with the rows of a TrainBatch in `prefold`.
 
-    query: [1, heads, rows, dim]; key, value: [1, kv_heads, rows, dim]; the result: [1, rows, heads, dim]
+    Args:
+        query: [1, heads, rows, dim].
+        key, value: [1, kv_heads, rows, dim]; the result: [1, rows, heads, dim].
     """
     sinks = options.get("s_aux")
     if prefold is None:

@@ -1,7 +1,7 @@
-"""Cut a stream between prompts into segments of about equal time, each computable on its own.
+"""Cut a stream into one segment per replica, so that all replicas finish at about the same time.
 
-The input is the length of each prompt and how many leading tokens it shares with the previous prompt, in lexicographic
-order: eight bytes a prompt. No trie is needed.
+Cuts lie between prompts. The input is two numbers per prompt, in lexicographic order: its length, and how many leading
+tokens it shares with the previous prompt. The trie itself is not needed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ _HALVINGS = 50
 
 
 class Segment(NamedTuple):
-    """The prompts from `start` up to, not including, `stop` of a stream, in its order."""
+    """The prompts `start:stop` of a stream, in lexicographic order."""
 
     start: int
     stop: int
 
 
 def keys_seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
-    """Return how many keys the first `lengths` rows of a prompt see in total. `window` is the sliding window."""
+    """Return the total number of keys that the first n rows of a prompt see, for each n in `lengths`.
+
+    Args:
+        window: The sliding window; None: full attention.
+    """
     lengths = lengths.astype(np.int64, copy=False)
     inside = lengths if window is None else np.minimum(lengths, window)
     return inside * (inside + 1) // 2 + (lengths - inside) * (window or 0)
@@ -36,7 +40,8 @@ def keys_seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
 class RowCost:
     """The cost of a row: `linear`, plus `per_key` for each key that the row sees in each plane.
 
-    A row at position p sees p + 1 keys, limited by the sliding window. By default the cost is the number of rows.
+    A row at position p sees p + 1 keys, or the size of the sliding window if that is smaller. With the default values
+    every row costs 1.
     """
 
     linear: float = 1.0
@@ -44,7 +49,7 @@ class RowCost:
     planes: tuple[int | None, ...] = ()  # the sliding window of each plane; None: full attention
 
     def first_rows(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the total cost of the first `lengths` rows of a prompt, float64."""
+        """Return the total cost of the first n rows of a prompt, for each n in `lengths`, float64."""
         cost = self.linear * lengths.astype(np.float64)
         for window in set(self.planes) if self.per_key else ():
             cost += self.per_key * self.planes.count(window) * keys_seen(lengths, window)
@@ -52,14 +57,14 @@ class RowCost:
 
 
 class StreamCost:
-    """The cost of the prompts of a stream; cuts ranges of prompts into segments.
+    """The cost of each prompt of a stream, and the methods that cut ranges of prompts by cost.
 
     Args:
-        lengths: Tokens of each prompt, in lexicographic order [prompts].
-        shared: How many leading tokens each prompt shares with the previous one [prompts].
+        lengths: [prompts], the number of tokens of each prompt, in lexicographic order.
+        shared: [prompts], the number of leading tokens that each prompt shares with the previous prompt.
         cost: The cost of a row.
-        outputs: Expected number of generated tokens for each prompt [prompts]; None for jobs without generation.
-        decode: The cost of one decode row, in prompt rows.
+        outputs: [prompts], the expected number of generated tokens of each prompt; None for jobs without generation.
+        decode: The cost of a decode row, relative to a prompt row that sees as many keys.
     """
 
     def __init__(
@@ -76,9 +81,10 @@ class StreamCost:
         own_rows = whole - path
         if outputs is not None:
             own_rows += decode * (cost.first_rows(lengths + outputs) - whole)
-        # `_before`: the cost of all earlier prompts. `_gain`: `_before` minus the cost of the path above the prompt,
-        # because a segment that starts there computes this path again. A segment from prompt c with cost `limit` ends
-        # at the prompt whose `_before` is limit + _gain[c]. So the best reachable cut has the largest gain.
+        # _before[c]: the cost of all prompts before prompt c.
+        # _gain[c]: _before[c] minus the cost of the path above prompt c. A segment that starts at c computes this path
+        # again. With a cost of `limit` it ends at the last prompt e with _before[e] <= limit + _gain[c]. So of all
+        # possible ends of a segment, the end with the largest gain lets the next segment end last.
         self._before = np.concatenate(([0.0], np.cumsum(own_rows)))
         self._gain = self._before.copy()
         self._gain[:-1] -= path
@@ -90,7 +96,7 @@ class StreamCost:
         return float(self._before[-1])
 
     def of(self, start: int, stop: int) -> float:
-        """Return the cost of the prompts from `start` up to, not including, `stop`, with the path above the first."""
+        """Return the cost of the segment `start:stop`, including the path above its first prompt."""
         return float(self._before[stop] - self._gain[start]) if start < stop else 0.0
 
     def own(self, prompt: int) -> float:
@@ -98,9 +104,10 @@ class StreamCost:
         return float(self._before[prompt + 1] - self._before[prompt])
 
     def reach(self, start: int, stop: int, limit: float) -> int:
-        """Return the end of a segment from `start` that costs about `limit`: a place in (start, stop].
+        """Return the end of a segment that starts at `start` and costs 75 % to 100 % of `limit`.
 
-        The end lies in the last quarter of the limit, at the place with the cheapest path.
+        In this range, the end is the place with the cheapest path. The cost leaves out the path above `start`. A
+        segment has at least one prompt, even if the prompt costs more than `limit`, and ends at `stop` at the latest.
         """
         first = self._before[start]
         last = self._last_within(start, stop, first + limit)
@@ -114,9 +121,10 @@ class StreamCost:
     def cut(
         self, start: int, stop: int, speeds: Sequence[float], *, busy: Sequence[float] | None = None
     ) -> list[Segment]:
-        """Return one segment per replica; together they cover the prompts from `start` to `stop`, in order.
+        """Cut the prompts `start:stop` into one segment per replica, in order.
 
-        The cuts minimize the time at which the last replica finishes. A replica that cannot help gets an empty segment.
+        The cuts minimize the time at which the last replica finishes. A replica gets an empty segment if its speed is
+        0, or if it is too busy to finish anything in that time.
 
         Args:
             speeds: Cost units that each replica computes per second; 0 for a replica that gets no work.
@@ -160,12 +168,12 @@ class StreamCost:
                 cuts.append(stop)
                 continue
             last = self._last_within(at, stop, reach)
-            # A cut further back than the longest path cannot have a larger gain than the last cut.
+            # A place whose `_before` is smaller by more than the longest path cannot have a larger gain than `last`.
             low = max(at + 1, int(np.searchsorted(self._before[: last + 1], self._before[last] - self._longest_path)))
             best = low + int(np.argmax(self._gain[low : last + 1])) if low <= last else at
             cuts.append(best if self._gain[best] > self._gain[at] else at)
         return cuts if cuts[-1] == stop else None
 
     def _last_within(self, start: int, stop: int, reach: float) -> int:
-        """Return the last place in [start, stop] at which all earlier prompts cost at most `reach`."""
+        """Return the last place in [start, stop] before which all prompts of the stream cost at most `reach`."""
         return start + int(np.searchsorted(self._before[start : stop + 1], reach, side="right")) - 1

@@ -155,10 +155,12 @@ class ReasoningSplitter:
     """Splits a growing text into reasoning and answer, and strips white space around the reasoning.
 
     A text has reasoning if it starts with <think>, or if its prompt ends with <think>.
+
+    Args:
+        opened: Whether the prompt ends with <think>.
     """
 
     def __init__(self, opened: bool):
-        """opened: whether the prompt ends with <think>"""
         self._pending = ""  # text that may still be reasoning or answer
         self._is_open: bool | None = opened or None  # whether the text is inside reasoning; None: unknown yet
         self._has_thought = self._has_answer = False
@@ -198,7 +200,11 @@ class ReasoningSplitter:
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """Return (reasoning, answer) of a whole text. opened: whether its prompt ends with <think>"""
+    """Return (reasoning, answer) of a whole text.
+
+    Args:
+        opened: Whether its prompt ends with <think>.
+    """
     splitter = ReasoningSplitter(opened)
     begun, rest = splitter.add(text), splitter.rest()
     return begun[0] + rest[0], begun[1] + rest[1]
@@ -252,7 +258,11 @@ class Events:
     mark = b""  # bytes sent after the last event
 
     def begin(self, prompts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events before any text. prompts: the notes of the prompts' Works"""
+        """Yield the events before any text.
+
+        Args:
+            prompts: The notes of the prompts' Works.
+        """
         raise NotImplementedError
 
     def piece(
@@ -260,12 +270,19 @@ class Events:
     ) -> Iterator[dict[str, Any]]:
         """Yield events with more text of a sample, and its tokens.
 
-        Text that may be a function call is held until the end. count: number of the sample's tokens so far
+        Text that may be a function call is held until the end.
+
+        Args:
+            count: Number of the sample's tokens so far.
         """
         raise NotImplementedError
 
     def end(self, item: int, answer: Generation) -> Iterator[dict[str, Any]]:
-        """Yield the events that end the samples of an item. answer: the item's"""
+        """Yield the events that end the samples of an item.
+
+        Args:
+            answer: The answer to the item.
+        """
         raise NotImplementedError
 
     def last(self) -> Iterator[dict[str, Any]]:

@@ -141,7 +141,7 @@ class CountTokens(RequestBody, kw_only=True):
     }
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of a conversation. Raise InputError for a wrong one."""
+        """Return the TaskOrder of a conversation. Raise InputError for wrong fields."""
         chat: Body = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         chat["stop"] = self.stop_sequences
         chat["messages"] = [new for message in self.messages for new in _messages(message)]
@@ -240,7 +240,11 @@ def _tool(tool: Tool) -> Body:
 
 
 def message_body(meta: Body, answers: Sequence[Generation], *, model: str, id: str) -> Body:
-    """Return the response to a request. answers: the answer to its only item"""
+    """Return the response to a request.
+
+    Args:
+        answers: The answer to its only item.
+    """
     (choice,), (answer,) = chat_body(meta, answers)["choices"], answers
     message = choice["message"]
     content: list[Body] = [{"type": "text", "text": message["content"]}] if message["content"] else []

@@ -36,7 +36,11 @@ def doc(text: str, kind: str | None = None, **schema: Any) -> Meta:
 
 
 def doc_of_option(name: str, **schema: Any) -> Meta:
-    """Return the description of a generation option. schema: for options that are not numbers"""
+    """Return the description of a generation option.
+
+    Args:
+        schema: For options that are not numbers.
+    """
     option = option_of("generate", name)
     least, most = option.metadata["least"], option.metadata["most"]
     bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
@@ -167,7 +171,7 @@ class TaskOrder:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What an order depends on besides its body."""
+    """The served model and the settings of the server that a TaskOrder needs besides the body."""
 
     llm: Any  # the served LLM
     model: str = ""  # the model's name in the response
@@ -221,7 +225,8 @@ class Batchable(Settings, kw_only=True):
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return (items of the task, a JSON `meta` for the response). Raise InputError for wrong values.
 
-        defaults: {field of Sampling: value}, overrides OpenAI's defaults
+        Args:
+            defaults: {field of Sampling: value}, overrides OpenAI's defaults.
         """
         raise NotImplementedError
 
@@ -232,13 +237,22 @@ class Batchable(Settings, kw_only=True):
 
     @classmethod
     def usage(cls, answers: Sequence[Any]) -> dict[str, Any]:
-        """Return the numbers of tokens. answers: the task's answer to each item"""
+        """Return the `usage` of the response: its numbers of tokens.
+
+        Args:
+            answers: The task's answer to each item.
+        """
         tokens = sum([answer.num_tokens for answer in answers])
         return {"prompt_tokens": tokens, "total_tokens": tokens}
 
     @classmethod
     def response(cls, meta: Mapping[str, Any], answers: Sequence[Answer], *, model: str, id: str) -> dict[str, Any]:
-        """Return the response. model: its name in the response; id: follows the prefix in the response's id"""
+        """Return the response.
+
+        Args:
+            model: The model's name in the response.
+            id: The end of the response's id, after the prefix.
+        """
         head = {} if cls.prefix is None else {"id": cls.prefix + id, "created": int(time.time())}
         return head | cls.body(meta, answers) | {"model": model, "usage": cls.usage(answers)}
 
@@ -248,11 +262,16 @@ class Batchable(Settings, kw_only=True):
         return {**cls.fields, **({"grammar": meta["format"]} if "format" in meta else {})}
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of the request. Raise InputError for wrong values."""
+        """Return the TaskOrder of the request. Raise InputError for wrong values."""
         return self.ordered(served, *self.read({}))
 
     def ordered(self, served: ServedModel, items: Sequence[Any], meta: dict[str, Any], **values: Any) -> TaskOrder:
-        """Return the order of these items. meta: as of `read`; values: fields of the order"""
+        """Return the TaskOrder of these items.
+
+        Args:
+            meta: The second result of `read`.
+            values: Further fields of the TaskOrder.
+        """
         make = partial(self.response, meta, model=served.model, id=served.id)
         options, fields = self.options(self.task), self.fields_of(meta)
         return TaskOrder(self.task, items, make, options, fields, self.cache_prompt, **values)
@@ -305,7 +324,11 @@ def _at(value: Any, path: str) -> Any:
 
 
 def _remedy(fault: str, kind: Any, name: str) -> str:
-    """Return the remedy for a wrong field of a struct. fault: msgspec's message"""
+    """Return the remedy for a wrong field of a struct.
+
+    Args:
+        fault: The message of msgspec.
+    """
     types = [entry.type for entry in msgspec.structs.fields(kind) if entry.name == name]
     for word in (part for entry_type in types for part in (entry_type, *get_args(entry_type))):
         if isinstance(word, type) and issubclass(word, Word):

@@ -68,8 +68,7 @@ def openai_error(status: int, message: str, code: str, param: str | None) -> tup
 
 
 class StreamOptions(Body):
-    """Which chunks have the usage: one last chunk (`include_usage`), and also every other one
-    (`continuous_usage_stats`)."""
+    """Which chunks have the usage: one last chunk (`include_usage`), also all others (`continuous_usage_stats`)."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -415,7 +414,11 @@ def _token_name(entry: Mapping[str, Any]) -> str:
 
 
 def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:
-    """Return the log-probabilities of tokens in the form of a completion. start: text offset of the first token"""
+    """Return the log-probabilities of tokens in the form of a completion.
+
+    Args:
+        start: text offset of the first token
+    """
     lengths = (len(entry.get("token", "")) for entry in entries)
     # OpenAI always lists the chosen token among the most likely ones. If tokens have equal texts, the likeliest counts.
     every = ([*entry["top"], entry] for entry in entries)
@@ -458,8 +461,10 @@ class Echo:
 def read_echo(body: Any, *, most: int) -> Echo | None:
     """Return the Echo of a Chat or a Completion, or None if the response has nothing of its prompts.
 
-    If nothing is to be generated, set max_tokens to 1; the response drops that token. Raise InputError. most: maximum
-    number of most likely tokens that may be listed
+    If nothing is to be generated, set max_tokens to 1; the response drops that token. Raise InputError.
+
+    Args:
+        most: maximum number of most likely tokens that may be listed
     """
     text = getattr(body, "echo", False)
     counts = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.logprobs if text else None}
@@ -502,10 +507,14 @@ def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Re
 
 
 class _Choice:
-    """The state of a streamed choice: what was sent so far."""
+    """The state of a streamed choice: what was sent so far.
+
+    Args:
+        prompt: the note of its prompt
+        calls: the rules for finding calls
+    """
 
     def __init__(self, prompt: Result, calls: Mapping[str, Any] | None):
-        """prompt: the note of its prompt; calls: the rules for finding calls"""
         self.prompt, self.text = prompt, ChoiceText(prompt.get("thinks"), calls)
         self.ids: list[int] = []  # token ids so far
         self.num_ids: int | None = None  # number of ids that were sent
@@ -513,14 +522,19 @@ class _Choice:
 
 
 class Chunks(Events):
-    """The chunks of a streamed response."""
+    """The chunks of a streamed response.
+
+    Args:
+        kind: Chat or Completion
+        options: which chunks have the usage
+        samples: choices of each prompt
+    """
 
     is_named, mark = False, b"data: [DONE]\n\n"
 
     def __init__(
         self, kind: type[Generating], meta: Result, options: StreamOptions, *, model: str, id: str, samples: int
     ):
-        """kind: Chat or Completion; options: which chunks have the usage; samples: choices of each prompt"""
         self._kind, self._meta, self._options = kind, meta, options
         self._samples, self._chat = samples, issubclass(kind, Chat)
         name = "chat.completion.chunk" if self._chat else "text_completion"

@@ -147,7 +147,11 @@ def _system_one(answer: DecisionAnswer) -> Result:
 
 
 def _openai(answer: DecisionAnswer, labels: Sequence[str] | None) -> Result:
-    """Return an answer in OpenAI's form, without its name. labels: the labels of a score's levels"""
+    """Return an answer in OpenAI's form, without its name.
+
+    Args:
+        labels: The labels of a score's levels.
+    """
     if answer.type == "noul":
         return {"type": "predicate", "probability": answer.probabilities["true"]}
     if answer.type == "choice":
@@ -204,10 +208,13 @@ def state_of(items: object) -> tuple[object, dict[str, object]]:
 
 
 class _Pictures:
-    """Renders items and parts as texts. A name replaces each image."""
+    """Renders items and parts as texts. A name replaces each image.
+
+    Args:
+        beside: Everything that the names will be part of, so that they are chosen unique.
+    """
 
     def __init__(self, beside: object):
-        """beside: everything that the names will be part of, so that they are chosen unique"""
         self.found: dict[str, object] = {}  # {name: image}
         self._beside = beside
         self._names: ImageNames | None = None

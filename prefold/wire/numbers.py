@@ -134,8 +134,10 @@ class Scoring(Pairs):
     fields: ClassVar = {"query": "text_1", "document": "text_2", "documents": "text_2"}
 
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return one item for one text with one or many others, or an item for each pair. Raise InputError for wrong
-        texts."""
+        """Return one item for one text with one or many others, or an item for each pair.
+
+        Raise InputError for wrong texts.
+        """
         sides = []
         for name, aliases in (("text_1", ("queries", "data_1")), ("text_2", ("documents", "items", "data_2"))):
             texts = next((value for alias in (name, *aliases) if (value := getattr(self, alias)) is not None), None)
@@ -173,8 +175,10 @@ class Classify(Settings):
     use_activation: Annotated[bool | None, doc("false: return logits, or vectors that are not normalised.")] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of a label for each text. Raise UnsupportedModelError for a model without a classification
-        head."""
+        """Return a TaskOrder for the label of each text.
+
+        Raise UnsupportedModelError for a model without a classification head.
+        """
         return labels_of(self._labels(served, f"classify-{served.id}"), served)
 
     def _labels(self, served: ServedModel, id: str) -> TaskOrder:
@@ -197,10 +201,10 @@ class Classify(Settings):
         options: Mapping[str, Any],
         **more: Any,
     ) -> TaskOrder:
-        """Return the order of an item for each text.
+        """Return a TaskOrder with one item for each text.
 
         Args:
-            served: What the order depends on besides the body.
+            served: The served model and the settings of the server.
             id: The id of the response.
             task: The name of the task.
             entry: entry(answer to an item) -> its part of the response.
@@ -226,8 +230,10 @@ class Pooling(Classify, kw_only=True):
     encoding_format: Encoding = Encoding.float
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of vectors, or of the values of the model's classification head. Raise InputError for wrong
-        fields."""
+        """Return a TaskOrder for vectors, or for the values of the model's classification head.
+
+        Raise InputError for wrong fields.
+        """
         task, id = "embed" if served.llm.config.num_labels is None else "classify", f"pool-{served.id}"
         if self.task is not None and str(self.task).lower() != task:
             message, remedy = f"'task' is {self.task!r:.100}", f"give one of {task}"
@@ -249,7 +255,7 @@ class Pooling(Classify, kw_only=True):
 
 
 def labels_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
-    """Return the order unchanged. Raise UnsupportedModelError for a model without a classification head."""
+    """Return `order` unchanged. Raise UnsupportedModelError for a model without a classification head."""
     if served.llm.config.num_labels is None:
         message = "the model has no classification head; serve a model ...ForSequenceClassification"
         raise UnsupportedModelError(message)
@@ -289,13 +295,13 @@ class CohereEmbed(Body, kw_only=True):
     remedies: ClassVar = {"texts": "give a list of texts", "embedding_types": f"give some of {', '.join(_FORMS)}"}
 
     def order(self, served: ServedModel, default: Sequence[str] | None = None) -> TaskOrder:
-        """Return the order of a vector for each text, in one or more formats.
+        """Return a TaskOrder for the vector of each text, in one or more formats.
 
         Raise InputError for unknown formats. int8 and uint8 are unknown here, because their scale is only defined by
         models trained for them.
 
         Args:
-            served: What the order depends on besides the body.
+            served: The served model and the settings of the server.
             default: embedding_types of a body without them; None: return a bare list of vectors, as /v1/embed does.
         """
         types = default if self.embedding_types is None else self.embedding_types

@@ -67,8 +67,10 @@ class TeiEmbed(TeiBody, kw_only=True):
     dimensions: Annotated[Any, doc("Keep only this many values of each vector.", "integer", minimum=1)] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of a vector for each input. Raise UnsupportedModelError for a model with a classification
-        head."""
+        """Return a TaskOrder for the vector of each input.
+
+        Raise UnsupportedModelError for a model with a classification head.
+        """
         options = {"normalize": self.normalize, **self.options}
         items = [{"text": self.inputs, "dimensions": self.dimensions}]
         order = TaskOrder("embed", items, lambda answers: answers[0].vectors, options, {"text": "inputs"})
@@ -92,7 +94,7 @@ class TeiRerank(TeiBody, kw_only=True):
     top_n: Annotated[Any, doc("Maximum number of texts to return, the best ones.", "integer", minimum=1)] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of a score for each text, the best first.
+        """Return a TaskOrder for the score of each text, the best first.
 
         As in TEI, raise UnsupportedModelError for a model that embeds texts.
         """
@@ -123,7 +125,7 @@ class TeiPredict(TeiBody, kw_only=True):
     parameters: Parameters | None = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of the scores of all labels.
+        """Return a TaskOrder for the scores of all labels.
 
         With "parameters", which huggingface_hub sends, a single text is answered as a list of one. Raise InputError for
         wrong inputs, and UnsupportedModelError for a model without a classification head.
@@ -178,7 +180,7 @@ class TeiSimilarity(Body):
     }
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Return the order of the cosine between a sentence and each of several sentences.
+        """Return a TaskOrder for the cosine between a sentence and each of several sentences.
 
         Raise UnsupportedModelError for a model with a classification head.
         """
@@ -210,7 +212,7 @@ class TeiDecode(Body):
 
 
 def vectors_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
-    """Return the order unchanged. Raise UnsupportedModelError for a model with a classification head."""
+    """Return `order` unchanged. Raise UnsupportedModelError for a model with a classification head."""
     if served.llm.config.num_labels is not None:
         raise UnsupportedModelError("the model has a classification head and does not embed; use /predict")
     return order

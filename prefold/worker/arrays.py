@@ -121,7 +121,9 @@ class Arrays(ABC, Generic[Array]):
     def count_larger(self, logits: Array, rows: Array, values: Array) -> Array:
         """Return how many logits of row `rows[i]` exceed `values[i]`, int64 [n].
 
-        rows: int64 [n]; values: float32 [n]
+        Args:
+            rows: int64 [n]
+            values: float32 [n]
         """
 
     @abstractmethod
@@ -133,10 +135,12 @@ class Arrays(ABC, Generic[Array]):
 
     @abstractmethod
     def likely_tokens(self, logits: Array, count: int, ids: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the log-probability of each row's token, and the row's `count` largest log-probabilities with their
-        tokens.
+        """Return the log-probabilities of each row's token and of its `count` most likely tokens, and these tokens.
 
-        Shapes: float32 [rows], float32 [rows, count], int64 [rows, count]. ids: int64 [rows]
+        The results are float32 [rows], float32 [rows, count] and int64 [rows, count].
+
+        Args:
+            ids: int64 [rows]
         """
 
     @abstractmethod
@@ -145,8 +149,9 @@ class Arrays(ABC, Generic[Array]):
 
     @abstractmethod
     def draw(self, logits: Array, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> Array:
-        """Return one token drawn from each of `rows`, int64 [n], as `sampler.draw_scaled` defines; -1 if the row's
-        largest logit is not finite.
+        """Draw one token from each of `rows`, as `sampler.draw_scaled` defines. Return int64 [n].
+
+        The token is -1 if the row's largest logit is not finite.
 
         Args:
             rows: int64 [n].
@@ -158,10 +163,12 @@ class Arrays(ABC, Generic[Array]):
 
     @abstractmethod
     def bag_sums(self, x: Array, rows: Array, starts: Array) -> Array:
-        """Return the sum of the rows of each bag, float64 [bags, hidden]. x: float32 [n, hidden]
+        """Return the sum of the rows of each bag, float64 [bags, hidden].
 
-        rows: int64, the rows of all bags, one bag after the other; starts: int64 [bags], ascending, the index in `rows`
-        of each bag's first row. A bag may be empty.
+        Args:
+            x: float32 [n, hidden]
+            rows: int64, the rows of all bags, one bag after the other
+            starts: int64 [bags], ascending, the index in `rows` of each bag's first row. A bag may be empty
         """
 
     @abstractmethod

@@ -59,7 +59,7 @@ def load(
     dtype: str,
     device: str,
 ) -> Loaded:
-    """Load a model with the executor that `choose_executor` returns. Errors: as documented for `LLM`."""
+    """Load a model with the executor that `choose_executor` returns. The errors are as documented for `LLM`."""
     if options.arithmetic == "int8":
         from .native.int8 import check_options
 
@@ -70,7 +70,11 @@ def load(
 
 
 def load_part(wanted: Load, ranks: SomeRank | None, tokenizer: Tokenizer | None = None) -> Loaded:
-    """Load this process's part of a model. ranks: this rank's view of a split model; None: the model is not split"""
+    """Load this process's part of a model.
+
+    Args:
+        ranks: This rank's view of a split model; None: the model is not split.
+    """
     checkpoint, config, options, dtype = wanted.checkpoint, wanted.config, wanted.options, wanted.dtype
     if wanted.executor == "native":
         from .native.load import load_worker as load_native

@@ -60,7 +60,11 @@ def sent(plan: PoolPlan[np.ndarray], arrays: Arrays[Array]) -> PoolPlan[Array]:
 def mean_of_rows(arrays: Arrays[Array], hidden: Array, rows: np.ndarray, counts: np.ndarray) -> Array:
     """Return the means of consecutive groups of rows, float32 [reads, hidden].
 
-    Group i is the next `counts[i]` entries of `rows`. hidden: float32 [keys, hidden]; counts: int64 [reads]
+    Group i is the next `counts[i]` entries of `rows`.
+
+    Args:
+        hidden: float32 [keys, hidden]
+        counts: int64 [reads]
     """
     parts = -(-counts // RUN_KEYS)
     of = np.repeat(np.arange(len(counts)), parts)

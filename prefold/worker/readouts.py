@@ -51,7 +51,11 @@ def head_blocks(rows: int) -> Iterator[slice]:
 
 
 class ValuesTicket(Generic[Array]):
-    """The ticket of values that are being copied from the device. values, greedy: as in StepResult"""
+    """The ticket of values that are being copied from the device.
+
+    Args:
+        values, greedy: the fields of the StepResult
+    """
 
     def __init__(self, arrays: Arrays[Array], values: Array, greedy: Array | None = None):
         self._wait = arrays.fetch(values) if greedy is None else arrays.fetch(values, greedy)
@@ -92,7 +96,11 @@ def read_stream(
 
 
 def _path_to(end: np.ndarray, row: int) -> np.ndarray:
-    """Return the keys on the path down to `row`, ascending. end: as in a StreamStep"""
+    """Return the keys on the path down to `row`, ascending.
+
+    Args:
+        end: as in a StreamStep
+    """
     return np.flatnonzero(end[: row + 1] > row)
 
 
@@ -100,6 +108,10 @@ class SlotTicket(Generic[Array]):
     """The ticket of a step over slots: tokens and values that are being copied from the device.
 
     All ranks take part in computing logits; only rank 0 uses them.
+
+    Args:
+        hidden: [read rows, hidden]
+        states: [slots, hidden], the stored hidden states, or None
 
     Attributes:
         ids: int64 [reads], on the device, as in SlotResult.
@@ -113,7 +125,6 @@ class SlotTicket(Generic[Array]):
         step: SlotStep,
         states: Array | None = None,
     ):
-        """hidden: [read rows, hidden]; states: [slots, hidden], the stored hidden states, or None"""
         self.ids: Array = arrays.empty((len(step.reads),), "int64")
         self.ids[:] = -1
         self._arrays: Arrays[Array] = arrays
@@ -135,7 +146,11 @@ class SlotTicket(Generic[Array]):
         return SlotResult(self._id_reads.result().values, self._logprobs, values)
 
     def _choose(self, model: ReadModel[Array], hidden: Array, step: SlotStep, tokens: np.ndarray) -> None:
-        """Draw the tokens of some reads. tokens: indices into `step.reads`"""
+        """Draw the tokens of some reads.
+
+        Args:
+            tokens: indices into `step.reads`
+        """
         arrays, reads, drawing = self._arrays, step.reads[tokens], step.drawing
         is_all = len(tokens) == len(step.reads) and not len(step.state_reads)
         if not is_all:  # compute logits only for the rows that draw a token
@@ -186,7 +201,11 @@ def _kept_slots(step: SlotStep, rows: np.ndarray, counts: np.ndarray) -> np.ndar
 
 
 def _slots_above(step: SlotStep, place: int, count: int) -> np.ndarray:
-    """Return the slots of the last `count` rows that a row sees, in order of position. place: index into `read_rows`"""
+    """Return the slots of the last `count` rows that a row sees, in order of position.
+
+    Args:
+        place: index into `read_rows`
+    """
     row = step.read_rows[place]
     visible = np.flatnonzero((step.run_first <= row) & (row < step.run_last))
     sizes = step.run_count[visible]
@@ -197,7 +216,8 @@ def _slots_above(step: SlotStep, place: int, count: int) -> np.ndarray:
 def greedy(arrays: Arrays[Array], model: ReadModel[Array], hidden: Array) -> np.ndarray:
     """Return the most likely token of each row, int64, as `choose` does. For an unsplit model on a CPU.
 
-    hidden: [rows, hidden]
+    Args:
+        hidden: [rows, hidden]
     """
     blocks = list(head_blocks(len(hidden))) or [slice(0)]
     return np.concatenate([arrays.fetch(arrays.most_likely(model.logits(hidden[block])))()[0] for block in blocks])
@@ -242,10 +262,10 @@ def values_of(
 
 
 def logits_and_sums(arrays: Arrays[Array], model: ReadModel[Array], hidden: Array, ids: Sequence[int]) -> Array:
-    """Return float32 [rows, len(ids) + 2] for hidden [rows, hidden]: the logits of `ids`, the log-sum-exp of all
-    logits, and the id of the largest logit.
+    """Return the logits of `ids`, the log-sum-exp of all logits, and the id of the largest logit.
 
-    On a rank other than 0 the values are undefined.
+    `hidden` is [rows, hidden]; the result is float32 [rows, len(ids) + 2]. On a rank other than 0 the values are
+    undefined.
     """
     values = arrays.empty((len(hidden), len(ids) + 2))
     wanted = arrays.send(np.asarray(ids, np.int64))
@@ -294,7 +314,10 @@ def log_probs(
 ) -> tuple[Array, Array]:
     """Return the log-probability of each of `ids` in its row, and whether the id is the most likely one of the row.
 
-    logits: float32 [r, vocab]; rows, ids: int64 [n]; top: as in Readout
+    Args:
+        logits: float32 [r, vocab]
+        rows, ids: int64 [n]
+        top: as in Readout
     """
     sums, largest = arrays.log_sum_exp(logits)
     chosen = logits[rows, ids]

@@ -75,7 +75,10 @@ def draw_scaled(values: np.ndarray, probs: np.ndarray, filters: np.ndarray, keys
 def _likeliness(scaled: np.ndarray, sigmas: float) -> float:
     """Return exp(-sigmas * standard deviation of the row): the min_p that keeps the same tokens as top_n_sigma.
 
-    Forbidden tokens (-inf) are left out of the deviation. scaled: a row of `values` of `draw_scaled`
+    Forbidden tokens (-inf) are left out of the deviation.
+
+    Args:
+        scaled: a row of `values` of `draw_scaled`
     """
     return float(np.exp(-sigmas * scaled[np.isfinite(scaled)].std(dtype=np.float64)))
 
@@ -98,10 +101,13 @@ def _candidates(probs: np.ndarray, min_p: float, top_k: float, top_p: float, key
 
 
 def filter_tokens(probs: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids that min_p, top_k (0: all) and top_p keep, ascending, and their probabilities. probs: float32
-    [vocab]
+    """Return the ids that min_p, top_k (0: all) and top_p keep, ascending, and their probabilities.
 
-    The row is never sorted whole: only the candidates are, all tokens above a lower bound for any kept token.
+    Only the candidates are sorted, not the whole row. Candidates are all tokens that are at least as likely as a lower
+    bound for the least likely kept token.
+
+    Args:
+        probs: float32 [vocab]
     """
     top_k = top_k if top_k < probs.size else 0
     least = np.float32(min_p) * probs.max()
@@ -152,10 +158,10 @@ def _below_top(probs: np.ndarray, top_k: int) -> np.float32:
 def choose(
     arrays: Arrays[Array], logits: Array, rows: np.ndarray, drawing: Drawing | None
 ) -> tuple[Array, dict[int, TokenLogprobs]]:
-    """Return the token of each read, int64 [p] on the device of the logits, and the requested log-probabilities by
-    read.
+    """Choose the token of each read.
 
-    A token is -1 if all tokens are forbidden, and NOT_FINITE if logits are infinite or NaN. The call waits for the
+    Return (tokens, int64 [p] on the device of the logits; {read: log-probabilities} for the reads that ask for them). A
+    token is -1 if all tokens are forbidden, and NOT_FINITE if logits are infinite or NaN. The call waits for the
     device only if log-probabilities are requested, or on a GPU without Triton.
 
     Args:
@@ -195,7 +201,11 @@ def likeliest(logits: np.ndarray) -> np.ndarray:
 
 
 def _choose(arrays: Arrays[Array], logits: Array, rows: np.ndarray, likely: Array, drawing: Drawing) -> Array:
-    """Return the tokens of a drawing's reads. likely: `Arrays.most_likely` of the row of each read"""
+    """Return the tokens of a drawing's reads.
+
+    Args:
+        likely: `Arrays.most_likely` of the row of each read
+    """
     ids = likely
     if any(x is not None for x in (drawing.bias, drawing.grammar_masks, drawing.output_counts, drawing.banned_ids)):
         logits, rows = arrays.take(logits, arrays.send(rows)), np.arange(len(rows))
@@ -239,8 +249,9 @@ def _places(arrays: Arrays[Array], work: Array, ragged: RaggedLists) -> Array:
 
 
 def _penalise(arrays: Arrays[Array], work: Array, penalties: np.ndarray | None, counts: RaggedLists) -> None:
-    """Apply the penalties: repetition as in CTRL (Keskar et al. 2019), presence and frequency as in OpenAI's API
-    reference."""
+    """Apply the penalties to `work`, in place.
+
+    Repetition is as in CTRL (Keskar et al. 2019), presence and frequency are as in OpenAI's API reference."""
     assert penalties is not None
     weights = penalties.astype(np.float32).repeat(np.diff(counts.offsets), axis=0)
     repetition, presence, frequency = weights.T  # in the order of PENALTIES

@@ -48,7 +48,8 @@ PART = 8 << 20
 def memory_file(size: int, part: int = PART) -> int:
     """Return the descriptor of an unnamed file in memory for `size` ranks; its last user frees it.
 
-    part: bytes that a rank contributes per round
+    Args:
+        part: Bytes that a rank contributes per round.
     """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("prefold-ranks")
@@ -122,7 +123,11 @@ class Meeting(ABC):
 
     @abstractmethod
     def join(self, rank: int, size: int, pipes: Sequence[int]) -> SomeRank:
-        """Meet the other ranks, and return this rank's view of them. pipes: descriptors of pipes to other ranks"""
+        """Meet the other ranks, and return this rank's view of them.
+
+        Args:
+            pipes: Descriptors of pipes to other ranks.
+        """
 
     @abstractmethod
     def end(self) -> None:
@@ -160,7 +165,11 @@ class Start:
     meeting: Meeting
 
     def join(self, pipes: Sequence[Connection]) -> SomeRank:
-        """Meet the other ranks, and return this rank's view of them. pipes: pipes to other ranks"""
+        """Meet the other ranks, and return this rank's view of them.
+
+        Args:
+            pipes: Pipes to other ranks.
+        """
         return self.meeting.join(self.rank, self.load.options.tensor_parallel, [pipe.fileno() for pipe in pipes])
 
 

@@ -40,5 +40,5 @@ def test_a_signal_while_standard_input_is_idle(model, environment, tmp_path, num
         process.stdin.close()
     assert process.returncode == 128 + number, error
     assert "Fatal Python error" not in error and "Traceback" not in error
-    assert "what is done is written" in error
+    assert "finished records are written" in error
     assert written(out) == len(options)

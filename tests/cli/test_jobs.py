@@ -347,7 +347,7 @@ def test_a_job_over_two_processes_survives_the_death_of_one(prefold, model, tmp_
     rank.kill()
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "Traceback" not in errors
-    assert "rank 1 was ended by SIGKILL" in errors and "ended by a failure; what is done is written" in errors
+    assert "rank 1 was ended by SIGKILL" in errors and "ended by a failure; finished records are written" in errors
     assert prefold(*arguments).exit_code == 0
     got = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sorted(line["record"] for line in got) == list(range(1, 151))

@@ -287,7 +287,7 @@ def test_a_server_that_goes_away_loses_nothing(table):
 def test_what_stops_a_job_at_once(table, monkeypatch):
     with serving(ids=False, models=("other", "more")) as server:
         said = run("--raw", "--url", server.url, code=1)
-        assert "no model 'm'; use -m with one of: other, more" in said and "To go on:" in said
+        assert "no model 'm'; use -m with one of: other, more" in said and "To continue:" in said
     with serving(ids=False, key="secret") as server:
         assert "the API key was refused" in run("--raw", "--url", server.url, code=1)
         monkeypatch.setenv("PREFOLD_API_KEY", "secret")

@@ -293,4 +293,4 @@ def test_a_model_that_cannot_be_loaded_is_said(alone):
     done = subprocess.run(arguments, cwd=alone, env=environment(), capture_output=True, timeout=900)
     said = done.stderr.decode()
     assert done.returncode == 1 and "no replica is left" in said and "model.safetensors" in said
-    assert "To go on:" in said
+    assert "To continue:" in said

@@ -341,6 +341,6 @@ def test_a_driver_that_ends_leaves_nothing_of_vllm_behind(model, tmp_path, numbe
     _, alive = psutil.wait_procs(everybody, timeout=60)
     assert not alive
     if number == signal.SIGINT:
-        assert job.returncode == 130 and "interrupted; what is done is written" in said, said[-2000:]
+        assert job.returncode == 130 and "interrupted; finished records are written" in said, said[-2000:]
     done = subprocess.run([*command, "--limit", "60"], cwd=tmp_path, env=environment, capture_output=True, check=False)
     assert done.returncode == 0 and b"of them before" in done.stderr, done.stderr.decode()[-2000:]

@@ -44,11 +44,11 @@ def test_samples_are_counted(backpressure):
         assert backpressure.waiting == (5, 10)
         with backpressure.preparing(40, NO_OWNER, samples=3) as prepared:
             assert backpressure.waiting == (8, 20)
-            with pytest.raises(Refusal, match="8 requests are waiting, at most 8 may"):
+            with pytest.raises(Refusal, match="8 requests are waiting; the limit is 8"):
                 backpressure.check(NO_OWNER)
             prepared()
         backpressure.check(NO_OWNER)
-        with pytest.raises(Refusal, match="5 requests are waiting, at most 8 may; this request counts as 4"):
+        with pytest.raises(Refusal, match="5 requests are waiting; the limit is 8; this request counts as 4"):
             backpressure.check(NO_OWNER, 4)
     assert backpressure.waiting == (0, 0)
 

@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({}, "its modules take no position_ids, so rows cannot have their own positions"),
     "openai-gpt": ({}, "its attention does not go through transformers' attention interface"),
     "xglm": ({}, "its attention does not go through transformers' attention interface"),
-    "doge": ({}, "it makes masks of its own"),
+    "doge": ({}, "it makes its own attention masks"),
     "llama4_text": ({}, "its attention is weighed by a count of rows, not by position_ids (attn_temperature_tuning)"),
     "lfm2": (
         {"layer_types": ["conv", "full_attention", "conv"]},

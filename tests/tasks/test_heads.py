@@ -180,7 +180,9 @@ def change_copy(folder, copy, name: str, **values) -> None:
 def test_other_activations_are_refused_by_name(reranker, tmp_path):
     change_copy(reranker, tmp_path, "config.json", sentence_transformers={"activation_fn": "torch.nn.GELU"})
     with LLM(str(tmp_path), dtype="float32") as llm:
-        with pytest.raises(UnsupportedModelError, match="activation_fn 'GELU'; prefold knows Sigmoid, Identity, Tanh"):
+        with pytest.raises(
+            UnsupportedModelError, match="activation_fn 'GELU'; prefold supports Sigmoid, Identity, Tanh"
+        ):
             llm.rerank("yes", ["no"])
         assert np.isfinite(llm.rerank("yes", ["no"], raw_scores=True).scores).all()
 

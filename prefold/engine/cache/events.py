@@ -176,7 +176,8 @@ class CacheReporter:
     def _report(self, node: Node, rows: int) -> None:
         if rows == self._runs.get(node, (0, 0))[1]:
             return
-        # An ended sequence may leave rows below rows that are not computed yet. The latter get a name for now.
+        # An ended sequence may leave rows below rows that are not computed yet. Rows that are not computed get a
+        # temporary name.
         partly: list[Node] = []
         above = node.parent
         while above is not None and above.parent is not None and self._runs.get(above, (0, 0))[1] < len(above):

@@ -70,9 +70,9 @@ class FairAdmission:
     """Admits interactive requests before batches, and shares the engine between tenants.
 
     Within a class, the owner that got the fewest rows per weight is next; computed prompt rows and output rows count.
-    An owner that was idle has no claim on past time: it starts at the tag of the owner that was admitted from last
-    (start-time fair queueing, Goyal et al. 1996). Within an owner, the sequence with the fewest missing rows is next,
-    but no sequence is passed over more than MAX_PASSED times.
+    An owner gets no credit for the time in which it was idle: it starts at the tag of the owner whose sequence was
+    admitted last (start-time fair queueing, Goyal et al. 1996). Within an owner, the sequence with the fewest missing
+    rows is next, but no sequence is passed over more than MAX_PASSED times.
 
     If several tenants have interactive requests, they divide the prompt rows of a step by weight, and a tenant's
     prompts wait only for the same tenant's other prompts.
@@ -106,7 +106,7 @@ class FairAdmission:
         # number, queue). Tags only grow, so the head has the least tag if its tag is still current.
         self.heaps: tuple[list[tuple[float, int, _OwnerQueue]], list[tuple[float, int, _OwnerQueue]]] = ([], [])
         self._numbers = itertools.count()
-        self._now = [0.0, 0.0]  # for each class, the tag of the queue that was admitted from last
+        self._now = [0.0, 0.0]  # for each class, the tag of the queue whose sequence was admitted last
         self._num_waiting = [0, 0]
         self._num_running = [0, 0]
         self._num_owners = [0, 0]  # for each class, the number of owners with a sequence

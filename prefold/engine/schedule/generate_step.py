@@ -66,7 +66,7 @@ class SequenceState:
     Attributes:
         key: The key of the request, as given to `submit`.
         sample: The number of the sample.
-        limit: The most tokens to generate.
+        limit: Maximum number of tokens to generate.
         reserve: Reserve slots for all these tokens at admission.
         priority: The priority of its rows in the cache.
         owner: The tenant and the class (interactive or batch).

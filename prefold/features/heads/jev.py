@@ -49,13 +49,16 @@ def jev(hf: HFConfig) -> ModelConfig:
 
 
 class JevReader(Reader):
-    """Scores from the head's outputs for a question's kind."""
+    """Scores from the head's outputs for a question's kind.
+
+    Args:
+        tensors: The head's `weight` and, if it has one, `bias`; None if the model computes the head.
+    """
 
     def __init__(
         self, settings: DecisionSettings, rows: int, offsets: Mapping[str, int], cap: float | None,
         tensors: HeadTensors | None = None,
     ):  # fmt: skip
-        """tensors: the head's `weight` and, if it has one, `bias`; None if the model computes the head"""
         self.settings = settings
         self.readout = Readout("head" if tensors is None else "last")
         self._rows, self._offsets, self._cap, self._tensors = rows, offsets, cap, tensors

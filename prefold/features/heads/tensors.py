@@ -23,7 +23,8 @@ class HeadTensors(Mapping[str, np.ndarray]):
     def __init__(self, checkpoint: Checkpoint, name: str | None, shapes: Mapping[str, tuple[int, ...]]):
         """Raise CheckpointError unless the file has exactly these tensors with these shapes (-1: any size).
 
-        name: the head's file; None if its tensors are among the model's weights, which may have others too
+        Args:
+            name: The head's file; None if its tensors are among the model's weights, which may have others too.
         """
         path = None if name is None else checkpoint.file(name)
         if name is not None and path is None:
@@ -59,7 +60,11 @@ def _fits(found: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> bool:
 
 
 def normed(rows: np.ndarray, tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the LayerNorm of rows, float64 [rows, width]. name: prefix of its weight and bias"""
+    """Return the LayerNorm of rows, float64 [rows, width].
+
+    Args:
+        name: Prefix of its weight and bias.
+    """
     centred = rows - rows.mean(-1, keepdims=True)
     scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + _EPS)
     out: np.ndarray = scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
@@ -67,7 +72,11 @@ def normed(rows: np.ndarray, tensors: Mapping[str, np.ndarray], name: str) -> np
 
 
 def linear(rows: np.ndarray, tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the output of a linear, [rows, outputs]. name: prefix of its weight and, if it has one, its bias"""
+    """Return the output of a linear, [rows, outputs].
+
+    Args:
+        name: Prefix of its weight and, if it has one, its bias.
+    """
     out: np.ndarray = rows @ tensors[f"{name}.weight"].T
     return out + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else out
 

@@ -247,7 +247,7 @@ def _attention(
     if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2] or query.shape[0] != 1:
         calls.wrong = "its attention is over other rows than the prompt's"
     elif shows is None and attention_mask is not None:
-        calls.wrong = "it makes masks of its own"
+        calls.wrong = "it makes its own attention masks"
     elif changes:
         calls.wrong = f"its attention is called with {', '.join(changes)}, which prefold does not know"
     elif shows is not None:

@@ -97,7 +97,8 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
     Return None if a prefold family computes it, or if the architecture's name is not a causal model's. Raise
     UnsupportedModelError if transformers is not installed or lacks the model.
 
-    is_known: prefold has a family for it
+    Args:
+        is_known: prefold has a family for the architecture
     """
     if is_known and not environment.wants_transformers():
         return None

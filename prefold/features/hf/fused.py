@@ -25,10 +25,13 @@ DIFFERENCE, ROUNDED_DIFFERENCE = 1e-5, 2e-2
 
 
 class RowNorm(nn.Module):
-    """An RMS norm that replaces transformers': x [..., size] -> normalized x times a weight."""
+    """An RMS norm that replaces transformers': x [..., size] -> normalized x times a weight.
+
+    Args:
+        offset: Added to the weight (1 for norms that store the weight minus 1).
+    """
 
     def __init__(self, norm: nn.Module, offset: float):
-        """offset: added to the weight (1 for norms that store the weight minus 1)"""
         super().__init__()
         weight: Tensor = norm.weight
         self.weight = nn.Parameter(weight.float() + offset if offset else weight, requires_grad=False)
@@ -43,10 +46,13 @@ class RowNorm(nn.Module):
 
 
 class RowMlp(nn.Module):
-    """A gated MLP that replaces transformers': down(activation(gate) * up)."""
+    """A gated MLP that replaces transformers': down(activation(gate) * up).
+
+    Args:
+        names: The names of the gate's linear and of the up projection's linear in the model.
+    """
 
     def __init__(self, mlp: Any, names: tuple[str, str], activation: str, rows: RowPass):
-        """names: of the gate's and the up projection's linear in the model"""
         super().__init__()
         gate, up = mlp.gate_proj, mlp.up_proj
         place = {"dtype": gate.weight.dtype, "device": gate.weight.device}
@@ -75,7 +81,8 @@ def fuse(decoder: nn.Module, prefix: str, rows: RowPass, *, packed: bool) -> Ite
 
     Yield (name, (inputs, outputs)) for each linear that became part of an MLP.
 
-    prefix: the decoder's name in the model
+    Args:
+        prefix: The decoder's name in the model.
     """
     for path, module in list(decoder.named_modules()):
         name = f"{prefix}.{path}" if prefix else path

@@ -52,7 +52,10 @@ class RowPass:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Return attention in the next plane, [rows, heads, value_dim].
 
-        q: [rows, heads, dim]; k: [rows, kv_heads, dim]; v: [rows, kv_heads, value_dim]
+        Args:
+            q: [rows, heads, dim]
+            k: [rows, kv_heads, dim]
+            v: [rows, kv_heads, value_dim]
         """
         plane = self.plane
         self.plane += 1
@@ -263,7 +266,8 @@ def _attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Return attention over the keys and values that rows see, [1, rows, heads, value_dim].
 
-    query: [1, heads, rows, dim]
+    Args:
+        query: [1, heads, rows, dim]
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return PASSES[module](q.to(v.dtype), k.to(v.dtype), v, s_aux)[None], None

@@ -32,8 +32,8 @@ class Carry(StateFlow):
     """Passes states through the rows of one step, and writes the states to be stored into the table.
 
     Attributes:
-        scatter: of a folded step (sharing="mlp"), int64 [rows]: the model's row for each row of the stream; else None
-        gather: of a folded step, int64: the stream's row for each row that the model computes; else None
+        scatter: int64 [rows]: the model's row for each row of the stream; None if the step is not folded
+        gather: int64: the stream's row for each row that the model computes; None if the step is not folded
     """
 
     device: torch.device

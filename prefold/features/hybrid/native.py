@@ -26,7 +26,8 @@ LayerTables = dict[int, StateTable]  # the tables of one stream, by layer
 class StateCall:
     """The kernels' arguments for the states of one step. `fields` are fields of the kernel call.
 
-    runs: the step's runs, by which a repeated step is recognized
+    Args:
+        runs: The step's runs, by which a repeated step is recognized.
     """
 
     def __init__(self, flow: StateFlow, runs: StateRuns):
@@ -54,7 +55,8 @@ class StateCall:
 class StateCarry:
     """The states of a stream while each layer runs over several steps before the next layer runs: one table per layer.
 
-    tables: the stream's tables before these steps, by layer; `commit` replaces them
+    Args:
+        tables: The stream's tables before these steps, by layer; `commit` replaces them.
     """
 
     def __init__(self, config: ModelConfig, zeros: Callable[[int, StateShape], np.ndarray], tables: LayerTables):

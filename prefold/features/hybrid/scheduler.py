@@ -74,7 +74,8 @@ class RepeatedStateStep(RepeatedStep):
 class StatesPlan(StepPlan):
     """A StepPlan that adds rows to be computed again, from the nearest state down to a sequence's rows.
 
-    states: the stored states by node
+    Attributes:
+        states: the stored states by node
     """
 
     states: Mapping[Node, State] = field(default_factory=dict)
@@ -277,7 +278,8 @@ class StateScheduler(Scheduler):
         It is needed by a branch or tail without rows, by a sequence that has not read the row below yet, and, with a
         cache, by any later prompt.
 
-        plan: the plan of the step that is about to start
+        Args:
+            plan: the plan of the step that is about to start
         """
         children = node.children.values()
         begun: Collection[Node] = ()
@@ -355,7 +357,8 @@ class StateScheduler(Scheduler):
     ) -> tuple[StateRuns, tuple[Node, ...]]:
         """Return (the runs of a plan, the nodes with states that they start from).
 
-        nodes: the nodes with rows in the step, in the order of the rows
+        Args:
+            nodes: the nodes with rows in the step, in the order of the rows
         """
         num_begun = Counter(node.parent for node in nodes if not plan.first(node))
         first, source, ends, slots = list[int](), list[int](), list[int](), list[int]()

@@ -98,7 +98,11 @@ class StateTable:
         return replace(runs, source=np.array(source, np.int64), slots=np.array(slots, np.int64))
 
     def store(self, runs: StateRuns, placed: StateRuns) -> None:
-        """Assign the keys of a completed step to its new states. placed: the result of `place` for its runs"""
+        """Assign the keys of a completed step to its new states.
+
+        Args:
+            placed: the result of `place` for its runs
+        """
         unused = []
         for key, row in zip(runs.slots.tolist(), placed.slots.tolist(), strict=True):
             if (old := self._row_of.get(key)) != row:

@@ -29,7 +29,7 @@ class StateStream(WindowPlanner):
     end of the last path. The next window continues from the deepest of these states that it can use.
 
     Args:
-        arguments: as for WindowPlanner
+        arguments: the arguments of WindowPlanner
         before: the planner of the previous window of the stream
         note: called after each step with the number of stored states
         options: as for WindowPlanner
@@ -60,7 +60,8 @@ class StateStream(WindowPlanner):
     def _goes_on_from(self, carried: np.ndarray) -> int:
         """Return how many rows of the previous window's last path are not computed again.
 
-        carried: the depths of the states on that path, int64 ascending
+        Args:
+            carried: the depths of the states on that path, int64 ascending
         """
         most = reusable_rows(self.window, self.readout) if len(carried) else 0
         branches = np.flatnonzero(self._children[:most] > 1) + 1

@@ -168,7 +168,8 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 def tower_config(kind: Literal["gemma3", "idefics3"], hf: Settings, output: int) -> TowerConfig:
     """Return the tower of a model's config. Raise UnsupportedModelError for unsupported settings.
 
-    output: the text model's hidden size
+    Args:
+        output: the text model's hidden size
     """
     vision, default = hf.settings("vision_config"), DEFAULTS[kind]
     for key, value in FIXED.items():
@@ -368,7 +369,11 @@ def tower_settings(tower: GGUFFile) -> Settings:
 
 
 def tile_settings(kind: str, size: int, longest: int) -> dict[str, Any]:
-    """Return the image processor's settings for tiles of this size. longest: longest side of an image before cutting"""
+    """Return the image processor's settings for tiles of this size.
+
+    Args:
+        longest: longest side of an image before cutting
+    """
     if kind == "gemma4":
         return {}
     if kind == "gemma3":

@@ -78,7 +78,8 @@ def image_of(picture: Any, field: str = "image") -> Image:
 
     Raise InputError for more than 8 bits per channel, and for files that Pillow cannot read to the end.
 
-    field: its name in errors
+    Args:
+        field: its name in errors
     """
     try:
         return Image(_pixels_of(picture, field))
@@ -274,7 +275,11 @@ def _animated(picture: Any) -> bool:
 
 
 def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer requests until `source` ends. argv: maximum pixels of an image, maximum bytes of memory"""
+    """Answer requests until `source` ends.
+
+    Args:
+        argv: maximum pixels of an image, maximum bytes of memory
+    """
     most_pixels, memory = map(int, argv)
     library = pillow()
     library.MAX_IMAGE_PIXELS = None  # `answer` checks the pixels before anything is decoded

@@ -214,7 +214,11 @@ def idefics3_images(hf: HFConfig) -> ModelConfig:
 
 
 def _seeing(hf: Settings, text: ModelConfig, tower: TowerConfig) -> SeeingConfig:
-    """Return the config of a text model with a tower. hf: the whole model's config"""
+    """Return the config of a text model with a tower.
+
+    Args:
+        hf: The whole model's config.
+    """
     names = replace(text.names, before=TEXT, other_names=TOWER)
     return SeeingConfig.of(replace(text, names=names, dtype=_dtype(hf, text)), tower)
 

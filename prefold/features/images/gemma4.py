@@ -38,7 +38,11 @@ SHIFT, FACTOR = "std_bias", "std_scale"
 
 
 def gemma4_program(model: ModelConfig, tower: TowerConfig) -> Program:
-    """Return the program of a tower of Gemma 4. model: the tower as a model"""
+    """Return the program of a tower of Gemma 4.
+
+    Args:
+        model: the tower as a model
+    """
     hidden = tower.hidden
     embedding = Linear(PATCHES, DELTA, Weight(((PATCH, hidden),), (tower.patch_inputs,))), Add(X, DELTA)
     layers = [_layer(model, tower, number) for number in range(tower.layers)]

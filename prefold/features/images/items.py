@@ -40,7 +40,7 @@ class ImageSummary:
 
     height: int
     width: int
-    digest: bytes  # of its pixels
+    digest: bytes  # digest of the pixels
     animated: bool  # it is the first of several frames
 
     @classmethod
@@ -85,7 +85,11 @@ class LRUCache(Generic[T]):
 
 
 def image_cache(memory: int = MEMORY) -> LRUCache[Image]:
-    """Return a cache of recently decoded images, by digests of their pixels. memory: bytes of pixels"""
+    """Return a cache of recently decoded images, by digests of their pixels.
+
+    Args:
+        memory: bytes of pixels
+    """
     return LRUCache(memory, lambda image: image.pixels.nbytes)
 
 
@@ -95,7 +99,7 @@ class ImageLoader:
 
     Attributes:
         value: the content of its file, a place to read it from, or its pixels
-        digest: of its pixels; reading it again must return the same pixels
+        digest: digest of the image's pixels; reading the image again must return the same pixels
         tiles: number of tiles
         rows: rows per tile
         recent: cache of recently decoded images
@@ -199,7 +203,8 @@ class ImageInputs:
     def read(self, values: Sequence[tuple[Any, str]]) -> list[Picture]:
         """Return the images of an item. Raise InputError for too many images or the first unreadable one.
 
-        values: (value, name of its field) of each image
+        Args:
+            values: (value, name of its field) of each image
         """
         if len(values) > self.most:
             field = values[self.most][1]
@@ -243,7 +248,8 @@ class ImageInputs:
 
         Raise InputError if the numbers of placeholders and images differ.
 
-        encode: an encoder for texts that are escaped in another way than `escaping` does
+        Args:
+            encode: an encoder for texts that are escaped in another way than `escaping` does
         """
         processor = self.processor
         expanded = processor.expand(text, [picture.size for picture in pictures])

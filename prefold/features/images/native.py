@@ -19,10 +19,13 @@ from .tower_weights import open_tower
 
 
 class NativeTower(TowerExecutor[np.ndarray]):
-    """A tower that runs its operations by the compiled kernels."""
+    """A tower that runs its operations by the compiled kernels.
+
+    Args:
+        weights: The weights of the tower, in the kernels' form.
+    """
 
     def __init__(self, model: TowerModel, weights: NativeModel):
-        """weights: of the tower, in the kernels' form"""
         table = weights.memory.tables[weights.program.embed.table]
         assert isinstance(table, np.ndarray)
         self.model, self.arrays, self.table = model, NumpyArrays(weights.kernels), table

@@ -118,7 +118,11 @@ class Processor(ABC):
         """Return the layout of an image of this size."""
 
     def check(self, name: str) -> None:
-        """Raise CheckpointError unless the tower accepts these tiles. name: of the checkpoint"""
+        """Raise CheckpointError unless the tower accepts these tiles.
+
+        Args:
+            name: name of the checkpoint, for the error
+        """
         size = self.tower.image_size
         if self.tile_size is not None and self.tile_size != (size, size):
             height, width = self.tile_size
@@ -132,7 +136,8 @@ class Processor(ABC):
 
         Raise InputError if the numbers of placeholders and images differ.
 
-        sizes: (height, width) of each image, in order
+        Args:
+            sizes: (height, width) of each image, in order
         """
         pieces = text.split(self.placeholder)
         if len(pieces) - 1 != len(sizes):
@@ -391,7 +396,8 @@ def load_processor(checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokeni
 
     Raise CheckpointError if the tokenizer has no image token, or if the settings do not fit the tower.
 
-    tokenizer: the checkpoint's; without it only tiles can be made
+    Args:
+        tokenizer: the checkpoint's tokenizer; None: the Processor can only cut images into tiles
     """
     kind = KINDS[tower.kind]
     image_token_id = 0 if tokenizer is None else tokenizer.token_id(kind.image_token)

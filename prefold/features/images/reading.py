@@ -302,7 +302,12 @@ class Reader:
 
 
 def reader_of(*, folder: Path | None = None, paths: bool = True, hosts: Iterable[str] = (), **limits: Any) -> Reader:
-    """Return a Reader. hosts: names of allowed hosts; limits: fields of the decoder's Limits"""
+    """Return a Reader.
+
+    Args:
+        hosts: names of allowed hosts
+        limits: fields of the decoder's Limits
+    """
     return Reader(Decoder(Limits(**limits)), folder, paths, MediaHosts(frozenset(hosts)))
 
 

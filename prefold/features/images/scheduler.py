@@ -55,7 +55,8 @@ class TowerPace:
     def seconds_after(self, rows: int, seconds: float, *, disturbed: bool) -> float:
         """Record the time of a step, and return for how many seconds the tower may run after it.
 
-        disturbed: an image was in progress during the step
+        Args:
+            disturbed: an image was in progress during the step
         """
         self._since = 0 if disturbed else self._since + 1
         self._disturbed += disturbed
@@ -84,8 +85,8 @@ NO_TILES = np.empty((0, 0, 0, 0), np.float32)  # the tiles of an image that cann
 class _EncodedImage:
     """An image that is encoded: the worker has its rows."""
 
-    salt: str  # of its requests
-    last_id: int  # of its last row
+    salt: str  # the salt of the requests with this image
+    last_id: int  # the id of the image's last row
     size: int  # bytes
 
 
@@ -169,7 +170,8 @@ class ImageScheduler(EnginePart):
         A prompt needs its images up to the first that is not encoded. No step can use later ones yet, and if memory is
         short they must not prevent that image from being encoded.
 
-        prompts: the images of each prompt, in order
+        Args:
+            prompts: the images of each prompt, in order
         """
         media: dict[int, Medium] = {}
         waits = False
@@ -187,8 +189,9 @@ class ImageScheduler(EnginePart):
 
         Return (the image, the reason) if the tower failed for it, else None.
 
-        idle: the engine has nothing else to do. Then wait for files, and compute at least one piece. Otherwise a piece
-            that takes longer waits until several calls have provided enough time.
+        Args:
+            idle: whether the engine has nothing else to do. If so, wait for files, and compute at least one piece. If
+                not, a piece that needs more time than `seconds` waits until several calls together provide this time.
         """
         medium = next((medium for medium in self._needed if not self._has(medium)), None)
         if medium is None or not self._may_begin(medium):

@@ -31,17 +31,18 @@ from .steps import first_id
 class SentImage:
     """An image as it is sent to a replica."""
 
-    key: bytes  # of its Medium
-    salt: str  # of its Medium
-    ids: np.ndarray  # int32 [rows]: its rows in the prompts that are sent
+    key: bytes  # the key of the Medium
+    salt: str  # the salt of the Medium
+    ids: np.ndarray  # int32 [rows]: the ids of the image's rows in the prompts that are sent
     pixels: np.ndarray | None  # uint8 [height, width, 3]; None: the image cannot be read
-    error: str = ""  # the reason
+    error: str = ""  # why the image cannot be read
 
 
 class SentImages:
     """The driver's record of which images each replica has, and which of its requests need them.
 
-    table: the job's MediaTable
+    Args:
+        table: the job's MediaTable
     """
 
     def __init__(self, table: Any):
@@ -115,7 +116,7 @@ class ReplicaImages:
 
     Args:
         table: the MediaTable of the replica's engine
-        processor: of the replica's model
+        processor: the processor of the replica's model
     """
 
     def __init__(self, table: Any, processor: Processor):
@@ -125,7 +126,11 @@ class ReplicaImages:
         self._lock = threading.Lock()
 
     def hold(self, pictures: Iterable[SentImage], dropped: Iterable[int]) -> None:
-        """Add images and drop others. dropped: the driver's first ids"""
+        """Add images and drop others.
+
+        Args:
+            dropped: the driver's first ids
+        """
         with self._lock:
             for first in dropped:
                 medium = self._media.pop(first)
@@ -176,7 +181,8 @@ class ReplicaImages:
 def _moved(tokens: np.ndarray, moves: Mapping[int, tuple[int, int]]) -> tuple[np.ndarray, list[int]]:
     """Return (tokens with other ids for the rows of images, the old first ids of these images).
 
-    moves: {first id of an image: (its new first id, its old last id)}. Other images keep their ids
+    Args:
+        moves: {first id of an image: (its new first id, its old last id)}. Other images keep their ids
     """
     at = np.flatnonzero(tokens >= MEDIA_BASE)
     if not len(at):

@@ -69,7 +69,7 @@ class MediaTable:
             rows_per_tile: rows of each tile
             span: each tile's rows form one span
             load: returns the tiles as the tower reads them
-            salt: of the requests, which separates tenants
+            salt: the salt of the requests, which separates tenants
         """
         name = (salt, key)
         if len(self._ids) > 2 * self._in_use + SLACK:
@@ -155,7 +155,11 @@ class MediaTable:
         self._free.setdefault((span, int(ids[-1] - ids[0]) + 2), []).append(first)
 
     def _used(self, firsts: np.ndarray) -> Iterator[int]:
-        """Yield the first ids of images with rows in stores or trees. firsts: of all images, ascending"""
+        """Yield the first ids of images with rows in stores or trees.
+
+        Args:
+            firsts: the first ids of all images, ascending
+        """
         for store in list(self._stores):
             yield from store.firsts()
         for tree in list(self._trees):

@@ -104,7 +104,8 @@ def load_tower(
 
     Raise the errors of `open_tower`, and OutOfMemoryError before anything is read.
 
-    config: of the whole model
+    Args:
+        config: The config of the whole model.
     """
     device = torch.device(device)
     model, source = open_tower(checkpoint, config, seed)

@@ -33,8 +33,10 @@ class TowerExecutor(ABC, Generic[Array]):
     """Runs the operations of a tower.
 
     Attributes:
-        model: the tower arrays: operations on the executor's arrays dtype: name of the rows' dtype table: the position
-        embeddings: of each place in a tile, [patches, hidden], or ("gemma4") of each place from left
+        model: the tower
+        arrays: operations on the executor's arrays
+        dtype: name of the rows' dtype
+        table: the position embeddings of each place in a tile, [patches, hidden]; for "gemma4" of each place from left
             to right, followed by each place from top to bottom
         beside: the weights of `Program.beside`
     """
@@ -83,9 +85,10 @@ class TowerPass(Generic[Array]):
     """Tiles on their way through the tower.
 
     Attributes:
-        grid: patches per tile (from top to bottom, from left to right) rows: patches of all tiles turns: (cosines,
-        sines) that rotate queries and keys, float32 [rows, 1, 2, numbers]; the third axis is horizontal,
-            then vertical place. None: no rotation
+        grid: patches per tile (from top to bottom, from left to right)
+        rows: number of patches of all tiles
+        turns: (cosines, sines) that rotate queries and keys, float32 [rows, 1, 2, numbers]; the third axis is the
+            horizontal place, then the vertical place. None: no rotation
         buffers: the buffers of all rows that later pieces read
         attend: computes attention
         num_done: completed pieces of work, over all layers

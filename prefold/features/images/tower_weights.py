@@ -66,7 +66,12 @@ class _StoredTower:
         self._reads: dict[str, Callable[[], np.ndarray]] = {}
 
     def add(self, name: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> None:
-        """Add a tensor. shape: as stored; read: returns the tensor"""
+        """Add a tensor.
+
+        Args:
+            shape: As stored.
+            read: Returns the tensor.
+        """
         if name == POSITIONS:  # the axes one after the other
             shape = math.prod(shape[:-1]), shape[-1]
         elif len(shape) > 2:  # the patch embedding: one row per output

@@ -91,7 +91,11 @@ class LayerwisePlanner:
         self._inner, self._max_rows = inner, max_rows
 
     def plan(self, max_rows: int | None = None) -> PlannedStep | None:
-        """Return the next steps as one, or None if every row is planned. max_rows: the most rows of each single step"""
+        """Return the next steps as one, or None if every row is planned.
+
+        Args:
+            max_rows: The most rows of each single step.
+        """
         steps, rows = list[PlannedStep](), 0
         while (step := self._inner.plan(max_rows)) is not None:
             rows += step.message.num_rows

@@ -78,6 +78,9 @@ class LayerwiseWindow:
     """One pass of neighbouring steps of a row stream through the model, layer by layer.
 
     The stored path and states change only after all layers have run, so a failed pass can be repeated.
+
+    Args:
+        paths: What is stored for each stream that has not ended, by stream number.
     """
 
     def __init__(
@@ -87,7 +90,6 @@ class LayerwiseWindow:
         steps: Sequence[StreamStep],
         paths: dict[int, LayerPaths],
     ):
-        """paths: what is stored for each stream that has not ended, by stream number"""
         self._model, self._loader, self._paths = worker.model, loader, paths
         self._workspace = Workspace()
         self._adapters = list(worker.adapters.values())
@@ -127,7 +129,8 @@ class LayerwiseWindow:
     def _through_layers(self, states: list[np.ndarray]) -> tuple[tuple[NativePath, ...], list[np.ndarray]]:
         """Return (the path above the next step in each plane, the hidden states that each step reads).
 
-        states: the residual stream of each step; overwritten
+        Args:
+            states: The residual stream of each step; overwritten.
         """
         config = self._model.config
         visits, planes, reading = visits_of(config), list(self._before.planes), config.reading_layer

@@ -183,7 +183,8 @@ class Loop:
     def check_route(self, route: Sequence[int], name: str = "the route") -> None:
         """Raise InputError if a route is empty, longer than the order, or names an unknown block.
 
-        name: the route's name in errors
+        Args:
+            name: the route's name in errors
         """
         if not 1 <= len(route) <= len(self.order):
             raise InputError(

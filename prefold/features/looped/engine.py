@@ -61,13 +61,15 @@ class NotLooped(EnginePart):
 class Ways:
     """The ways of requests' rows through the model, and so their namespaces: by route, exit rule and router.
 
+    Args:
+        exits: the value of `LoopedSettings.exits`
+
     Attributes:
         leaves: rows leave for good, by rules or because a router says so. If false, rows make all visits of their
             route, and may only be read earlier
     """
 
     def __init__(self, facts: LoopedFacts, exits: str):
-        """exits: as in `LoopedOptions`"""
         self._facts, self.leaves = facts, facts.routed or exits != "read"
         self._routes: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # the router's choices, by prompt
 
@@ -83,7 +85,11 @@ class Ways:
     def namespace_of(
         self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray, key: Hashable = None
     ) -> Namespace:
-        """Return the namespace of a prompt's rows. key: of its request, which may use the router"""
+        """Return the namespace of a prompt's rows.
+
+        Args:
+            key: the key of the request, needed if a router chooses its route
+        """
         exits = None if asked is None else asked.exits
         if exits is not None and namespace.part(KeptStates, None) is not None:
             namespace = namespace.with_part(ReadAfter(exits))

@@ -119,7 +119,9 @@ def router_logits(model: LoopedModel[Array], states: Array, visit: int) -> Array
 def planner_logits(model: LoopedModel[Array], states: Array) -> Array:
     """Return the planner's logits of all visits, float32 [visits, n, blocks + 1], each as in `router_logits`.
 
-    states: float32 [n, 2 * hidden], from `summary` of the states before the first visit, after embedding and prelude
+    Args:
+        states: float32 [n, 2 * hidden], from `summary` of the states before the first visit, after embedding and
+            prelude
     """
     loop = model.config.loop
     logits = model.multiply("planner.outer", model.arrays.silu(model.multiply("planner.inner", states)))
@@ -160,7 +162,8 @@ def choose(logits: np.ndarray, threshold: float | np.ndarray) -> np.ndarray:
 def injected(model: LoopedModel[Array], x: Array, prelude: Array | None) -> Array:
     """Return the residual stream at the start of a visit: x, or x mixed with or added to the prelude's output.
 
-    prelude: the second result of `handed_on`
+    Args:
+        prelude: the second result of `handed_on`
     """
     if prelude is None:
         return x
@@ -172,7 +175,8 @@ def injected(model: LoopedModel[Array], x: Array, prelude: Array | None) -> Arra
 def handed_on(model: LoopedModel[Array], x: Array, positions: Array) -> tuple[Array, Array | None]:
     """Return (states before the first visit, the part of the prelude's output x for `injected` or None).
 
-    positions: int64 [rows]
+    Args:
+        positions: int64 [rows]
     """
     between = model.config.loop.between
     if between == "inject":
@@ -183,7 +187,8 @@ def handed_on(model: LoopedModel[Array], x: Array, positions: Array) -> tuple[Ar
 def read_state(model: LoopedModel[Array], x: Array) -> Array:
     """Return hidden states as read after any visit, [rows, hidden], for a model without a coda.
 
-    x: the residual stream [rows, hidden], which may be overwritten
+    Args:
+        x: the residual stream [rows, hidden], which may be overwritten
     """
     between = model.config.loop.between
     if between == "norm":  # the visit ended with the norm
@@ -196,7 +201,8 @@ def read_state(model: LoopedModel[Array], x: Array) -> Array:
 def first_states(model: LoopedModel[Array], positions: Array) -> Array:
     """Return the noise that is the rows' state before the first visit, for between="inject".
 
-    positions: int64 [rows]
+    Args:
+        positions: int64 [rows]
     """
     loop = model.config.loop
     noise = position_noise(model.arrays, loop.seed, positions, model.config.hidden)
@@ -206,7 +212,8 @@ def first_states(model: LoopedModel[Array], positions: Array) -> Array:
 def position_noise(arrays: Arrays[Array], seed: int, positions: Array, columns: int) -> Array:
     """Return normal noise with deviation 1, cut off at three deviations, float32 [rows, columns].
 
-    positions: int64 [rows], below 2**32
+    Args:
+        positions: int64 [rows], below 2**32
     """
     starts = range(0, max(1, len(positions)), DRAWN_ROWS)
     return arrays.join([_drawn(arrays, seed, positions[first : first + DRAWN_ROWS], columns) for first in starts])

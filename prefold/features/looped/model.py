@@ -173,7 +173,8 @@ class LoopedLM(CausalLM):
 
         Raise InputError for a model with a coda, because its coda runs only once.
 
-        order: the blocks to visit, at most as many as in the config's order; None: the config's order
+        Args:
+            order: the blocks to visit, at most as many as in the config's order; None: the config's order
         """
         if self.loop.coda:
             raise InputError("the model has a coda, so it is read after its last visit only", field="model")

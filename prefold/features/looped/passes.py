@@ -91,7 +91,11 @@ class StepRows(ABC, Generic[Array, Batch]):
     # Only for steps over slots: rows of a stream make all visits together.
 
     def part(self, rows: np.ndarray, of_read: np.ndarray | None) -> Batch:
-        """Return the batch of some rows. of_read: indices into `rows` of the rows that are read; None: all are read"""
+        """Return the batch of some rows.
+
+        Args:
+            of_read: indices into `rows` of the rows that are read; None: all are read
+        """
         raise NotImplementedError
 
     def project(self, x: Array, rows: np.ndarray, layer: int) -> tuple[Array, Array]:
@@ -119,7 +123,11 @@ class StepRows(ABC, Generic[Array, Batch]):
 
 @dataclass(frozen=True, slots=True)
 class PassTicket:
-    """The ticket of a looped model's SlotStep. reads: the step's read-outs; other fields are as in PassResult"""
+    """The ticket of a looped model's SlotStep.
+
+    Attributes:
+        reads: the step's read-outs; other fields are as in PassResult
+    """
 
     reads: Ticket
     visits: np.ndarray
@@ -136,7 +144,8 @@ def run_slots(
 ) -> PassTicket:
     """Run the rows of a step over slots through a looped model, and return the ticket of the read-outs.
 
-    read_slots: the worker's function that computes read-outs from hidden states
+    Args:
+        read_slots: the worker's function that computes read-outs from hidden states
     """
     order = rows.model.config.loop.order
     passage = step.feature if isinstance(step.feature, Passage) else Passage((order,))
@@ -163,12 +172,13 @@ def sees_itself(step: SlotStep) -> bool:
 class ExitRules(Generic[Array]):
     """The rules by which m rows of a step leave, or are read.
 
-    Attributes:
+    Args:
         rows: int64 [m]: the row of each rule
+        rules: float64 [m, 4], as in `Passage.leave_after`
+        leave: whether the rows leave; if not, they are only read
     """
 
     def __init__(self, model: LoopedModel[Array], rows: np.ndarray, rules: np.ndarray, *, leave: bool):
-        """rules: float64 [m, 4], as in `Passage.leave_after`; leave: rows leave, and are not only read"""
         self.rows, self._leave = rows, leave
         self._model: LoopedModel[Array] = model
         self._arrays: Arrays[Array] = model.arrays
@@ -231,7 +241,8 @@ class ExitRules(Generic[Array]):
     def _gated(self, some: np.ndarray, x: Array) -> np.ndarray:
         """Return the probability of having left for the rows of some rules, float32 (see `visits_at_exit`).
 
-        x: their states
+        Args:
+            x: the states of these rows
         """
         hidden, before = read_state(self._model, x), None
         if self._before is not None:  # the open rules are a subset of the rules that were open then
@@ -248,7 +259,11 @@ class ExitRules(Generic[Array]):
 
 
 def leaving_rules(model: LoopedModel[Array], rules: np.ndarray | None) -> ExitRules[Array] | None:
-    """Return the rules by which rows of a step leave, or None if no row leaves. rules: `Passage.leave_after`"""
+    """Return the rules by which rows of a step leave, or None if no row leaves.
+
+    Args:
+        rules: `Passage.leave_after`
+    """
     if rules is None:
         return None
     rows = np.flatnonzero(~np.isnan(rules[:, :2]).all(1) | np.isfinite(rules[:, 3]))
@@ -256,7 +271,11 @@ def leaving_rules(model: LoopedModel[Array], rules: np.ndarray | None) -> ExitRu
 
 
 def reading_rules(model: LoopedModel[Array], rows: np.ndarray, limits: np.ndarray) -> ExitRules[Array]:
-    """Return the rules by which rows are read. limits: float64 [rows, 3], as in `Passage.read_after`"""
+    """Return the rules by which rows are read.
+
+    Args:
+        limits: float64 [rows, 3], as in `Passage.read_after`
+    """
     threshold = np.where(np.isnan(limits[:, 0]), model.config.loop.threshold, limits[:, 0])
     rules = np.column_stack((threshold, np.full(len(rows), np.nan), limits[:, 1:]))
     return ExitRules(model, rows, rules, leave=False)
@@ -264,6 +283,10 @@ def reading_rules(model: LoopedModel[Array], rows: np.ndarray, limits: np.ndarra
 
 class LoopedPass(Generic[Array, Batch]):
     """One pass of a step's rows through a looped model.
+
+    Args:
+        reading: the rules by which rows are read; None: each row is read after its last visit
+        is_joined: whether rows may see each other
 
     Attributes:
         visits: int64 [n]: number of visits of each row
@@ -278,7 +301,6 @@ class LoopedPass(Generic[Array, Batch]):
         reading: ExitRules[Array] | None = None,
         is_joined: bool = True,
     ):
-        """reading: rules by which rows are read; None: after their last visit; is_joined: rows may see each other"""
         self._rows: StepRows[Array, Batch] = rows
         self._reading: ExitRules[Array] | None = reading
         self._passage, self._is_joined = passage, is_joined
@@ -398,7 +420,8 @@ class LoopedPass(Generic[Array, Batch]):
     ) -> list[list[int] | None]:
         """Return the next blocks of each of these prompts, or None if its logits are NaN.
 
-        logits: float32 [visits, prompts, blocks + 1], for the next visit and the visits after it
+        Args:
+            logits: float32 [visits, prompts, blocks + 1], for the next visit and the visits after it
         """
         wrong = (np.isnan(logits[..., :-1]).any(-1) | np.isnan(logits[..., -1])).any(0)
         too_early = np.arange(len(logits))[:, None] + visit < self._passage.asks[list(numbers), 2]
@@ -456,7 +479,11 @@ class LoopedPass(Generic[Array, Batch]):
     # ------------------------------------------------------------------------------------------- K/V and states
 
     def _fill(self, rows: np.ndarray, states: Array) -> None:
-        """Write the K/V of rows that have left for deeper visits. states: their states when they left"""
+        """Write the K/V of rows that have left for deeper visits.
+
+        Args:
+            states: their states when they left
+        """
         size, of_route = self._loop.per_block(self._config.layers), self._route[rows]
         for number in np.unique(of_route).tolist():
             at = np.flatnonzero(of_route == number)

@@ -50,7 +50,7 @@ class ReadAfter:
 class Asker:
     """A request that waits for its router's answer."""
 
-    key: Hashable  # of the request
+    key: Hashable  # the key of the request
     # Minimum and maximum number of visits that the router may choose.
     fewest: int
     most: int

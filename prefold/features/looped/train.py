@@ -132,7 +132,8 @@ def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tenso
 def _read_by_router(model: LoopedLM, x: Tensor, lengths: Tensor | None, of_row: Tensor) -> Tensor:
     """Return the router's input from the residual stream [rows, hidden] (see `summary`).
 
-    lengths: rows of each sequence; None: the router reads rows
+    Args:
+        lengths: rows of each sequence; None: the router reads rows
     """
     if lengths is None:
         return summary(model.arrays, x)
@@ -143,7 +144,8 @@ def _read_by_router(model: LoopedLM, x: Tensor, lengths: Tensor | None, of_row: 
 def mixture(logits: Tensor, routing: Routing) -> Tensor:
     """Return the weights of each block's output and of the unchanged state, float32 [n, blocks + 1]. They sum to 1.
 
-    logits: float32 [n, blocks + 1]
+    Args:
+        logits: float32 [n, blocks + 1]
     """
     if routing.kind == "soft":
         return torch.softmax(logits, -1)
@@ -160,7 +162,8 @@ def mixture(logits: Tensor, routing: Routing) -> Tensor:
 class _Blocks:
     """Runs rows through all blocks at once.
 
-    last_visits: rows are in different blocks, so a row's keys in a block are from its last visit to that block
+    Args:
+        last_visits: rows are in different blocks, so a row's keys in a block are from its last visit to that block
     """
 
     def __init__(self, model: LoopedLM, rows: Pass, last_visits: bool):
@@ -169,7 +172,11 @@ class _Blocks:
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor, shares: Tensor) -> Tensor:
-        """Return the residual stream [rows, hidden] after a visit. shares: float32 [rows, blocks + 1]"""
+        """Return the residual stream [rows, hidden] after a visit.
+
+        Args:
+            shares: float32 [rows, blocks + 1]
+        """
         mixed = x * shares[:, -1:].to(x.dtype)
         for block in range(self.model.loop.blocks):
             visits = shares[:, block] > 0
@@ -195,7 +202,11 @@ class _Blocks:
     def _attend(
         self, number: int, start: Tensor, visits: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return attention if only the rows of `visits` run through the layer now. start: states before the block"""
+        """Return attention if only the rows of `visits` run through the layer now.
+
+        Args:
+            start: states before the block
+        """
         rows, layer, plane = self.rows, self.model.layers[number], self.model.first[number]
         assert isinstance(layer, Layer)
         k_of_state, v_of_state = layer.keys_values(start.clone(), rows.cos_sin[plane], rows.ops)

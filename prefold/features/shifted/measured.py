@@ -93,7 +93,8 @@ def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOpti
     Raise InputError if the file is of another model, if its bound was not met, or if there is no file and the reuse is
     not a trial.
 
-    model: the running model, as in Measurement
+    Args:
+        model: The running model, as in Measurement.
     """
     if cache is None or cache.shifted is None:
         return cache

@@ -34,7 +34,7 @@ from .options import ShiftedReuse
 class RowMove:
     """A copy of rows for a request."""
 
-    key: Hashable  # of the request
+    key: Hashable  # the key of the request
     message: MoveRows
 
     def __len__(self) -> int:
@@ -57,7 +57,11 @@ class ShiftingScheduler(Scheduler):
         self.apart: dict[Node, None] = {}  # nodes of prompts outside the trie
 
     def submit(self, key: Hashable, tokens: np.ndarray, *, shifts: bool = False, **options: Any) -> None:
-        """Submit a prompt, as in Scheduler. shifts: chunks may be reused for it"""
+        """Submit a prompt, as in Scheduler.
+
+        Args:
+            shifts: chunks may be reused for it
+        """
         super().submit(key, tokens, **options)
         if shifts:
             self.may_shift.add(key)

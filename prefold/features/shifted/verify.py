@@ -42,7 +42,7 @@ def run(
 
     Args:
         count: number of prompts in the sample
-        seed: of the sample
+        seed: the seed of the sample
         settings: the parameters of SETTINGS
     """
     from ...jobs.verify import sample_items

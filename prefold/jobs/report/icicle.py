@@ -59,7 +59,8 @@ class StreamShape:
     def add(self, tokens: np.ndarray, offsets: np.ndarray, *, common: int = 0) -> None:
         """Add a window's prompts, in lexicographic order.
 
-        common: leading tokens that the first prompt shares with the last prompt of the previous window
+        Args:
+            common: Leading tokens that the first prompt shares with the last prompt of the previous window.
         """
         from ...trie import common_prefix_lengths
 

@@ -31,7 +31,11 @@ class TreeShape:
     """
 
     def __init__(self, paths: Sequence[TreePath], owner_of: Callable[[Hashable], str], *, most: int):
-        """Keep at most `most` of the paths. owner_of: returns the owner of a namespace"""
+        """Keep at most `most` of the paths.
+
+        Args:
+            owner_of: returns the owner of a namespace
+        """
         self.is_whole, paths = len(paths) <= most, paths[:most]
         self._ends = [path.end for path in paths]
         self._running = [path.is_running for path in paths]
@@ -60,8 +64,8 @@ class TreeShape:
     def data(self, decode: Callable[[np.ndarray], str] | None, *, max_nodes: int = 2000) -> dict[str, Any]:
         """Return the data of a drawing: its nodes, and the places where most paths diverge.
 
-        "nodes" is as of `to_data`; each node also has the running sequences below it and its owner. "parting" is a list
-        of [owner, end of the shared text, its tokens, branches, paths].
+        "nodes" is as in the result of `to_data`; each node also has the running sequences below it and its owner.
+        "parting" is a list of [owner, end of the shared text, its tokens, branches, paths].
         """
         if not self.owners:
             return {"nodes": [], "parting": []}

@@ -32,8 +32,10 @@ class Counts:
 
     @property
     def saved(self) -> float | None:
-        """Return the share of the done tokens that was not computed, or None while there are more rows than done
-        tokens."""
+        """Return the share of the done tokens that was not computed.
+
+        Return None while more rows than tokens are done.
+        """
         return 1 - self.rows / self.tokens_done if self.tokens_done > self.rows > 0 else None
 
     @property
@@ -47,10 +49,13 @@ class Counts:
 
 
 class Progress:
-    """Receives the counts of a job, and shows nothing. One thread calls `tick` a few times a second."""
+    """Receives the counts of a job, and shows nothing. One thread calls `tick` a few times a second.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: returns the time in seconds"""
         self._clock = clock
         self.started = clock()
         self._computing: float | None = None
@@ -149,7 +154,12 @@ class LiveProgress(Progress):
 
 
 def open_progress(show: bool | None = None, stream: TextIO | None = None) -> Progress:
-    """Return the progress for `stream` (default: standard error). show: False: show nothing"""
+    """Return the display of progress for a stream: a bar on a terminal, else lines.
+
+    Args:
+        show: False: return a Progress that shows nothing.
+        stream: The stream (default: standard error).
+    """
     stream = stream or sys.stderr
     if show is False:
         return Progress()

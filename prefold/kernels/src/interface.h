@@ -124,7 +124,7 @@ struct WriteCall {
   int32_t threads;
 };
 
-// Plan the tiles of query rows. Return null if memory is short, or if the intervals [j, end[j]) are not nested (then
+// Plan the tiles of query rows. Return null if out of memory, or if the intervals [j, end[j]) are not nested (then
 // *not_nested is 1). Free the plan with prefold_free_row_lists.
 //
 // end [keys]; first [keys]: the first row of each key's span, or null without spans; rows [queries]: the rows of the
@@ -139,7 +139,7 @@ extern "C" void prefold_copy_row_lists(const TileLists* lists, int64_t* run_offs
                                        MaskedPair* masked, int64_t* placed_offsets, PlacedRun* placed);
 extern "C" void prefold_free_row_lists(TileLists* lists);
 
-// Plan the tiles of queries over slots. Return null if memory is short. Free the plan with prefold_free_slot_lists.
+// Plan the tiles of queries over slots. Return null if out of memory. Free the plan with prefold_free_slot_lists.
 //
 // start, count, position, first, last [runs]: see `KeyRuns` of the attention package; query_positions [queries], or
 // null without a window; group: query heads per KV head; placed: see prefold_plan_rows.
@@ -344,7 +344,7 @@ extern "C" void prefold_entropy(const float* logits, int64_t rows, int64_t colum
 // tokens [draws]: draw token i from the row rows[i] of logits. inverses[i] is 1 / temperature, keys[i] the key of the
 // noise. The token is -1 if the largest number of the row is not finite, or if there are filters and a number is NaN.
 // filters [draws, 4]: top_n_sigma (0: off), min_p, top_k (0: off) and top_p, applied in this order (worker/sampler.py);
-// null: no filters. Return 1 if memory is short, else 0.
+// null: no filters. Return 1 if out of memory, else 0.
 extern "C" int32_t prefold_draw(const float* logits, int64_t stride, int64_t columns, const int64_t* rows,
                                 const float* inverses, const double* filters, const uint64_t* keys, int64_t draws,
                                 int64_t* tokens, int32_t threads);

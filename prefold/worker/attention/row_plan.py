@@ -212,7 +212,11 @@ class KeyTiles:
 
 
 def row_tiles(plan: RowPlan, path_rows: int, block_q: int, block_k: int) -> RowTiles:
-    """Return the key blocks that each tile of a plan visits. path_rows: number of keys in the carried path"""
+    """Return the key blocks that each tile of a plan visits.
+
+    Args:
+        path_rows: number of keys in the carried path
+    """
     tile_keys = _TileKeys(plan, block_q)
     num_tiles = len(tile_keys.first)
     parts = []
@@ -235,7 +239,8 @@ def key_tiles(plan: RowPlan, block_q: int, block_k: int) -> KeyTiles:
 def _lists(parts: list[tuple[np.ndarray, np.ndarray]], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return bounds int64 [parts, size + 1], and all items, one list after the other.
 
-    parts: for each part, the owner of each item (ascending, below `size`) and the items
+    Args:
+        parts: for each part, the owner of each item (ascending, below `size`) and the items
     """
     bounds = np.zeros((len(parts), size + 1), np.int64)
     start = 0
@@ -268,11 +273,13 @@ class _TileKeys:
             self.farthest = np.maximum.reduceat(positions, starts)
 
     def blocks(self, start: int, stop: int, block_k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return pairs (tile, block), sorted by block, for which the tile sees a key of the block; and whether it sees
-        the block whole.
+        """Return (tile, block, whether the tile sees all keys of the block) for each block that a tile sees.
 
-        start, stop: the range of keys. Without a window, the tiles that see a block are neighbours, because tiles
+        The pairs are sorted by block. Without a window, the tiles that see a block are neighbours, because tiles
         ascend.
+
+        Args:
+            start, stop: the range of keys
         """
         plan = self.plan
         firsts = np.arange(start, stop, block_k)

@@ -45,8 +45,10 @@ class SlotPlan(Plan):
     def can_grow(self, slots: np.ndarray) -> bool:
         """Return True if the next step can reuse the plan by making each query's last run one key longer.
 
-        This needs the lists of the compiled kernel, no window, and new keys right behind those runs. slots: int64
-        [queries], the slot of each query's new key
+        This needs the lists of the compiled kernel, no window, and new keys right behind those runs.
+
+        Args:
+            slots: int64 [queries], the slot of each query's new key.
         """
         if self.lists is None or self.window is not None or not len(self.lists.own):
             return False
@@ -108,7 +110,9 @@ def runs_by_window(
 ) -> dict[int | None, tuple[KeyRuns, np.ndarray]]:
     """Return, for each sliding window, the keys that queries of a step see, and the queries' positions, int64.
 
-    queries: the querying rows, ascending (None: all); has_spans: as in ModelConfig
+    Args:
+        queries: The querying rows, ascending (None: all).
+        has_spans: As in ModelConfig.
     """
     seen = {window: has_spans(window) for window in windows}
     runs = {both_ways: runs_of(step, queries, both_ways) for both_ways in {*seen.values()}}
@@ -213,7 +217,8 @@ def stretches(runs: KeyRuns) -> np.ndarray:
 def pick_rows(joined: np.ndarray, group: int, itemsize: int) -> int:
     """Return the number of rows per tile, from ROWS, that minimises the time to read and multiply the keys.
 
-    itemsize: bytes per number
+    Args:
+        itemsize: Bytes per number.
     """
     best = 1 << (group - 1).bit_length()  # if no number of ROWS fits one query
     least = np.inf
@@ -234,7 +239,8 @@ def listed_keys(joined: np.ndarray, block_q: int) -> int:
 def slot_tiles(plan: SlotPlan, joined: np.ndarray, block_q: int, block_k: int) -> SlotTiles:
     """Return the tiles of a plan, with `block_q` queries each. Items start at a multiple of `block_k` keys of a list.
 
-    joined: the plan's runs, from `stretches`
+    Args:
+        joined: The plan's runs, from `stretches`.
     """
     num_queries, window = plan.num_queries, plan.window
     num_tiles = -(-num_queries // block_q)

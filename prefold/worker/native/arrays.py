@@ -25,7 +25,8 @@ assert len(_FILTERS) + 1 == len(FILTERS), "the kernel lacks a filter"
 class NumpyArrays(Arrays[np.ndarray]):
     """NumPy arrays. Hidden states are float32, or bfloat16 of ml_dtypes.
 
-    compiled: the compiled kernels
+    Args:
+        compiled: The compiled kernels.
     """
 
     def __init__(self, compiled: kernels.Kernels):
@@ -176,8 +177,10 @@ def _ratio(parts: tuple[tuple[float, ...], tuple[float, ...]], at: np.ndarray) -
 class ClassificationHead:
     """A classification head: float32 linears with ReLU in between, for hidden states of any dtype.
 
-    The outputs of a row do not depend on other rows. layers: for each linear the weight, float32 [outputs, inputs], and
-    the bias, float32 [outputs] or None
+    The outputs of a row do not depend on other rows.
+
+    Args:
+        layers: For each linear the weight, float32 [outputs, inputs], and the bias, float32 [outputs] or None.
     """
 
     def __init__(self, layers: Sequence[tuple[np.ndarray, np.ndarray | None]], compiled: kernels.Kernels):

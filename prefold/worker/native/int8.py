@@ -98,13 +98,17 @@ def probe_tokens(tokenizer: Tokenizer | None, config: ModelConfig) -> np.ndarray
 class Report:
     """The effect of int8 on the probe text."""
 
-    cosines: dict[int, float] = field(default_factory=dict)  # of each layer's update, by layer; mean over the rows
+    cosines: dict[int, float] = field(default_factory=dict)  # {layer: cosine of its updates}, the mean over rows
     kept_layers: list[int] = field(default_factory=list)  # layers that stay in the dtype's arithmetic
     logits: float | None = None  # minimum cosine of a row's logits; None: there is no LM head
     num_requantised: int = 0  # matrices quantised twice, because a panel would mix columns of two types
 
     def words(self, dtype: str) -> str:
-        """Describe the report in one sentence. dtype: by name"""
+        """Describe the report in one sentence.
+
+        Args:
+            dtype: Name of the dtype.
+        """
         used = [number for number in self.cosines if number not in self.kept_layers]
         text = f"int8 arithmetic in {len(used)} of {len(self.cosines)} layers"
         if used:
@@ -121,13 +125,16 @@ class Report:
 class Probe:
     """The run of the probe text through a model's layers, while they are loaded.
 
+    Args:
+        model: The model.
+        tokens: int64, the tokens of the probe text.
+
     Attributes:
         batch: The rows of the text.
         exact: [rows, hidden], the residual stream before the next layer in the dtype's arithmetic.
     """
 
     def __init__(self, model: NativeModel, tokens: np.ndarray):
-        """tokens: of the probe text, int64"""
         config = model.config
         self._model = model
         self._store = NativeStore(layouts_of(model.kernels, config, model.dtype)[:1], len(tokens) + 1, model.kernels)
@@ -136,7 +143,11 @@ class Probe:
         self.report = Report()
 
     def layer(self, number: int, choices: Mapping[Weight, Blocks]) -> None:
-        """Switch a layer's linears to int8 if that changes little. choices: their int8 matrices"""
+        """Switch a layer's linears to int8 if that changes little.
+
+        Args:
+            choices: The int8 matrices of these linears.
+        """
         if not number:
             self.exact = self._quantised = self._embedded()
         matrices = self._model.memory.matrices

@@ -35,7 +35,7 @@ from .program import COMPILE
 from .worker import NativeWorker
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
-# Memory is plenty if all weights, in the dtype, need at most this share of free memory. Then speed decides.
+# There is plenty of memory if all weights, in the dtype, need at most this share of free memory. Then speed decides.
 COMFORTABLE = 0.5
 # A mixture is sparse if it has at least this many times as many experts as a row uses: few rows share an expert.
 SPARSE = 8
@@ -50,16 +50,20 @@ REMEDY = "use a smaller model, or more memory"
 
 
 def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
-    """Name the first thing that the native executor lacks for a model or the models beside it.
+    """Name the first thing that the native executor lacks for a model or for the models beside it.
 
-    None: it runs the model. dtype: by name; ranks: number of ranks of the model
+    Return None if the executor can run the model.
+
+    Args:
+        dtype: Name of the dtype.
+        ranks: Number of ranks of the model.
     """
     found = (_missing(one, dtype, ranks) for one in (config, *config.models_beside))
     return next((thing for thing in found if thing is not None), None)
 
 
 def _missing(config: ModelConfig, dtype: str, ranks: int) -> str | None:
-    """Name the first thing that the native executor lacks for one model. None: it runs the model."""
+    """Name the first thing that the native executor lacks for one model; None if it can run the model."""
     compiled = kernels.load()
     if config.loading:
         return "modules of transformers"
@@ -159,8 +163,9 @@ def fill(
 ) -> None:
     """Read the weights of a model.
 
-    stored: the matrices that stay as stored, from `kept_as_stored`; probe: decides which layers run in int8 (None: no
-    layer)
+    Args:
+        stored: The matrices that stay as stored, from `kept_as_stored`.
+        probe: Decides which layers run in int8 (None: no layer).
     """
     Loader(model, source, stored, probe).load()
 
@@ -173,7 +178,11 @@ def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
 def check_memory(
     checkpoint: Checkpoint, program: Program, dtype: np.dtype, stored: Mapping[Weight, int] = MappingProxyType({})
 ) -> None:
-    """Raise OutOfMemoryError if the weights of a program do not fit. stored: as in `fill`"""
+    """Raise OutOfMemoryError if the weights of a program do not fit.
+
+    Args:
+        stored: As in `fill`.
+    """
     sizes, remedy = sizes_of(program.weights, dtype, stored), REMEDY
     if dtype.itemsize == 4:
         remedy = f"use bfloat16 ({sum(sizes.values()) / 2e9:.1f} GB), or a smaller model"
@@ -181,7 +190,11 @@ def check_memory(
 
 
 def sizes_of(weights: Iterable[Weight], dtype: np.dtype, stored: Mapping[Weight, int]) -> dict[Weight, int]:
-    """Return the bytes in memory of each weight. stored: as in `fill`"""
+    """Return the bytes in memory of each weight.
+
+    Args:
+        stored: As in `fill`.
+    """
     return {weight: stored.get(weight, weight.size * _itemsize(weight, dtype)) for weight in weights}
 
 
@@ -193,9 +206,11 @@ def needed_for(sizes: Mapping[Weight, int]) -> int:
 def reads_by_layer(wish: str, checkpoint: Checkpoint, config: ModelConfig, ranks: int, int8: bool) -> bool:
     """Return True if the weights may be read layer by layer, once for many rows, instead of staying in memory.
 
-    wish: "on", "off", or "auto" (yes if the weights may not fit; no for random weights, which have no file)
+    Raise InputError if `wish` is "on" and the model cannot run layer by layer.
 
-    Raise InputError if wish is "on" and the model cannot run layer by layer.
+    Args:
+        wish: "on", "off" or "auto". With "auto", return True if the weights may not fit in memory. Random weights have
+            no file, so they always stay in memory.
     """
     reason = config.resident
     if ranks > 1:
@@ -213,7 +228,7 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
     Args:
         wish: "dtype": none. "file": every matrix whose type has kernels. "auto" and "fast": the same, with exceptions.
 
-    A split model keeps none. If memory is plenty, "auto" and "fast" also keep none if the dtype is faster:
+    A split model keeps none. If there is plenty of memory, "auto" and "fast" also keep none if the dtype is faster:
 
     - a batch-invariant model, because it multiplies few rows like many
     - "auto" in bfloat16 on a CPU without bfloat16 multiplication, except for the experts of a sparse mixture
@@ -286,7 +301,9 @@ def window_rows(config: ModelConfig, itemsize: int, needed: int) -> int:
     Their hidden states use a share of the free memory. More rows than MOST_ROWS gain nothing: reading the weights then
     needs much less time than computing with them.
 
-    itemsize: bytes per number; needed: bytes of the largest part of the weights
+    Args:
+        itemsize: Bytes per number.
+        needed: Bytes of the largest part of the weights.
     """
     row_bytes = config.hidden * itemsize + PLAN_BYTES
     return max(1, min(MOST_ROWS, int((available_memory() - needed) * STATES_SHARE) // row_bytes))
@@ -310,9 +327,10 @@ def load_worker(
     dtype: str,
     ranks: OneRank[np.ndarray] | None = None,
 ) -> Loaded:
-    """Load the model of a checkpoint. Errors: as documented for `LLM`.
+    """Load the model of a checkpoint. The errors are as documented for `LLM`.
 
-    ranks: this rank's view of a split model; None: this process has the whole model
+    Args:
+        ranks: This rank's view of a split model; None: this process has the whole model.
     """
     settle_threads(options.threads)
     int8 = probe_tokens(tokenizer, config) if options.arithmetic == "int8" else None
@@ -341,7 +359,12 @@ def settle_threads(threads: int | None) -> None:
 
 
 class Loader(PartLoader):
-    """The loader of a model's memory: all weights at once, or one part of the weights at a time."""
+    """The loader of a model's memory: all weights at once, or one part of the weights at a time.
+
+    Args:
+        stored, probe: As in `fill`.
+        pool: An Arena to load one part at a time, or None.
+    """
 
     def __init__(
         self,
@@ -351,7 +374,6 @@ class Loader(PartLoader):
         probe: Probe | None = None,
         pool: PanelPool | None = None,
     ):
-        """stored, probe: as in `fill`; pool: an Arena to load one part at a time, or None"""
         self._model, self._source, self._stored, self._probe = model, source, stored, probe
         self._pool, self._types = pool or PanelPool(), set[str]()
         self._split = model.shard.split(model.config)
@@ -411,7 +433,11 @@ class Loader(PartLoader):
             self._source.extent(name).read_ahead()
 
     def check_memory(self, checkpoint: Checkpoint, sizes: Mapping[Weight, int]) -> None:
-        """Set `needed` and `total`. Raise OutOfMemoryError if the largest part does not fit. sizes: bytes by weight"""
+        """Set `needed` and `total`. Raise OutOfMemoryError if the largest part does not fit.
+
+        Args:
+            sizes: Bytes by weight.
+        """
         program = self._model.program
         reading, ends = self._model.config.reading_layer, {weight for one in program.end for weight in one.weights}
         layers = [*([layer] for layer in program.layers[:reading]), program.layers[reading:]]
@@ -516,7 +542,11 @@ class Loader(PartLoader):
         return compiled.in_one_form(blocks) if self._model.config.invariant else blocks
 
     def _stack(self, weight: Weight, experts: int, *, gated: bool, filled: bool) -> np.ndarray | Blocks:
-        """Return the matrices of all experts. gated, filled: as in `pack_experts`"""
+        """Return the matrices of all experts.
+
+        Args:
+            gated, filled: As in `pack_experts`.
+        """
         blocks = self._blocks(weight, gated=gated, experts=experts)
         if blocks is not None:
             return blocks

@@ -21,7 +21,7 @@ def empty_bytes(size: int) -> np.ndarray:
 
 
 class Workspace:
-    """Memory that the programs of one model use in turn. memory: uint8, aligned to a cache line"""
+    """Memory that the programs of one model use in turn. `memory` is uint8, aligned to a cache line."""
 
     def __init__(self) -> None:
         self.memory = empty_bytes(0)

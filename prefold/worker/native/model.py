@@ -24,7 +24,11 @@ LOW_BYTES = sizeof(RowLow)
 
 @dataclass(frozen=True, slots=True)
 class PackedTable:
-    """An embedding packed in words, shared with a tied LM head. words: int32 [panels, words along hidden, 32]"""
+    """An embedding packed in words, shared with a tied LM head.
+
+    Attributes:
+        words: int32 [panels, words along hidden, 32].
+    """
 
     words: np.ndarray
 
@@ -105,6 +109,9 @@ class PartLoader(Protocol):
 class NativeModel:
     """A model as the native executor runs it.
 
+    Args:
+        ranks: This rank's view of a split model; None: this process has the whole model.
+
     Attributes:
         config: The config of the whole model.
         local: The config with the sizes of this rank's part of the layers.
@@ -128,7 +135,6 @@ class NativeModel:
         compiled: kernels.Kernels,
         ranks: OneRank[np.ndarray] | None = None,
     ):
-        """ranks: this rank's view of a split model; None: this process has the whole model"""
         self.config, self.dtype, self.kernels = config, dtype, compiled
         self.ranks = ranks or OneRank()
         self.shard = shard = self.ranks.shard(config)
@@ -212,8 +218,10 @@ class NativeModel:
         return self._score(hidden)
 
     def _room(self, rows: int) -> np.ndarray:
-        """Return memory for logits of this rank's tokens. It is reused: fresh pages would make the product 10 to 33 %
-        slower."""
+        """Return memory for logits of this rank's tokens.
+
+        It is reused: fresh pages would make the product 10 to 33 % slower.
+        """
         size = rows * self.tokens
         if len(self._logits) < size:
             self._logits = np.empty(size, np.float32)
@@ -239,14 +247,18 @@ class NativeModel:
         return self._columns[ids]
 
     def _table_rows(self, table: Weight, ids: np.ndarray) -> np.ndarray:
-        """Return rows of a table in the model's dtype, [ids, hidden]. ids: int64"""
+        """Return the rows of a table for `ids` (int64), in the model's dtype, [ids, hidden]."""
         held = self.memory.tables[table]
         if isinstance(held, Blocks):
             return self.kernels.block_rows(held, ids, self.dtype)
         return held.rows(ids, self.dtype) if isinstance(held, PackedTable) else held[ids]
 
     def _biased(self, products: np.ndarray, ids: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Apply the LM head's scales and bias to its products, in place. ids: the tokens of the columns"""
+        """Apply the LM head's scales and bias to its products, in place.
+
+        Args:
+            ids: The tokens of the columns.
+        """
         bias, scale = self.program.head_bias, self.program.head_scale
         if scale is not None:
             factors = np.float32(self.program.head_factor) * self.memory.arrays[scale][ids].astype(np.float32)
@@ -274,8 +286,9 @@ def padded_widths(program: Program) -> dict[str, int]:
 def in_turn(columns: np.ndarray) -> np.ndarray:
     """Interleave gate and up: LANES entries of gate, then LANES of up, and so on.
 
-    columns: an array with one entry per column, first all of gate, then all of up. Each half is padded with zeros to
-    whole LANES.
+    Args:
+        columns: An array with one entry per column, first all of gate, then all of up. Each half is padded with zeros
+            to whole LANES.
     """
     halves = columns.reshape(2, -1, *columns.shape[1:])
     fill = -halves.shape[1] % LANES
@@ -294,7 +307,8 @@ class PackedAdapters:
     def adapt(self, call: ProgramCall, numbers: np.ndarray) -> tuple[Any, ...]:
         """Add the rows' adapters to a call. Return the objects that the call refers to by address, to keep them alive.
 
-        numbers: int64 [rows], the adapter of each row; -1: none
+        Args:
+            numbers: int64 [rows], the adapter of each row; -1: none.
         """
         addresses = (c_void_p * len(self._adapters))()
         for number in np.unique(numbers[numbers >= 0]).tolist():

@@ -96,13 +96,15 @@ class Part:
 class StreamMemory:
     """The K/V that a stream step reads and writes.
 
+    Args:
+        planes: The config planes that the path has; None: all.
+
     Attributes:
         kv: The K/V of the path above the next step, as in NativePath.
         fields: Fields of the kernel call.
     """
 
     def __init__(self, model: NativeModel, batch: StreamBatch, path: NativePath, planes: Sequence[int] | None = None):
-        """planes: the config planes that the path has; None: all"""
         config, dtype = model.local, model.dtype
         planes = range(len(config.planes)) if planes is None else planes
         kept_path, kept_new = len(batch.keep_path), len(batch.keep_new)
@@ -213,7 +215,11 @@ class Compiler:
         self.add(Kind.ADD, source=source, beside=beside, eps=add.scale, summed=self.is_split and add.summed)
 
     def norm(self, norm: Norm, beside: int = -1) -> None:
-        """Append a norm. beside: the buffer to add to the input first; -1: none"""
+        """Append a norm.
+
+        Args:
+            beside: The buffer to add to the input first; -1: none.
+        """
         factor, eps = norm.plain
         own = np.ones(norm.size, self.model.dtype) if norm.weight is None else self.memory.arrays[norm.weight]
         own = own if factor == 1 else own.astype(np.float32) * np.float32(factor)
@@ -296,8 +302,9 @@ class Compiler:
     def embed(self, embed: Embed, at: int, columns: int, *, beside: bool = False) -> None:
         """Append an embedding.
 
-        at, columns: the first token of this rank and its number of tokens; beside: True for an embedding other than the
-        model's input embedding
+        Args:
+            at, columns: The first token of this rank and its number of tokens.
+            beside: True for an embedding other than the model's input embedding.
         """
         table = self.memory.tables[embed.table]
         is_packed = isinstance(table, PackedTable)
@@ -463,7 +470,11 @@ def _mixer(compiler: Compiler, kind: Kind, mixer: ShortConv | GatedDelta | Mamba
 
 
 def _conv(compiler: Compiler, taps: Weight, bias: Weight | None, scales: np.ndarray | float = 1.0) -> ConvCall:
-    """Return the constant part of a convolution, with float32 taps [taps, channels]. scales: [channels, 1]"""
+    """Return the constant part of a convolution, with float32 taps [taps, channels].
+
+    Args:
+        scales: [channels, 1].
+    """
     of_channels = compiler.floats(taps)[:, 0] * np.float32(scales)
     channels, count = of_channels.shape
     return ConvCall(
@@ -624,11 +635,10 @@ class NativeProgram:
     def greedy(
         self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> np.ndarray | None:
-        """Run a step over slots, and return the most likely token of each read row, int64. Arguments as in
-        `over_slots`.
+        """Run a step over slots, and return the most likely token of each read row, int64.
 
-        The next step may overwrite the result. Return None without computing anything if the LM head has no compiled
-        form.
+        Arguments as in `over_slots`. The next step may overwrite the result. Return None without computing anything if
+        the LM head has no compiled form.
         """
         if not self._adds_head():
             return None
@@ -676,10 +686,13 @@ class NativeProgram:
     def over_rows(
         self, batch: StreamBatch, path: NativePath, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> tuple[np.ndarray, PathKV]:
-        """Run a stream step. Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above
-        the next step.
+        """Run a stream step.
 
-        The K/V is as in NativePath, for the planes of the program's part. x, fields: as in `over_slots`
+        Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above the next step. The K/V
+        is as in NativePath, for the planes of the program's part.
+
+        Args:
+            x, fields: As in `over_slots`.
         """
         memory = StreamMemory(self.model, batch, path, self._planes)
         step = self._prepared(batch, x, paths=memory.paths(), **memory.fields, **fields)
@@ -723,7 +736,8 @@ class NativeProgram:
     def keys_values(self, x: np.ndarray, batch: SlotBatch) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values [rows, kv_heads, dim] of the only layer of a part.
 
-        x: [rows, hidden], the residual stream; it is overwritten
+        Args:
+            x: [rows, hidden], the residual stream; it is overwritten.
         """
         self._call(self._prepared(batch, x))
         number, _, _ = self._part.visits[0]
@@ -739,7 +753,8 @@ class NativeProgram:
     def end_of(self, x: np.ndarray, batch: SlotBatch) -> np.ndarray:
         """Run the operations after the last layer, for a part without visits. Return [rows, hidden].
 
-        x: [rows, hidden], the residual stream; it is overwritten
+        Args:
+            x: [rows, hidden], the residual stream; it is overwritten.
         """
         return self._run(self._prepared(batch, x))
 
@@ -793,8 +808,9 @@ class NativeProgram:
     def _prepared(self, batch: SlotBatch | StreamBatch, x: np.ndarray | None, **call_fields: Any) -> PreparedStep:
         """Prepare a step.
 
-        x: the input of the first layer, which is overwritten (None: the embeddings); call_fields: extra fields of the
-        call, for its K/V and its results
+        Args:
+            x: The input of the first layer, which is overwritten (None: the embeddings).
+            call_fields: Extra fields of the call, for its K/V and its results.
         """
         rows = len(batch.tokens)
         if rows > self.memory_rows or self.memory is not self._workspace.memory:
@@ -861,10 +877,12 @@ class ProgramParts:
 
     If a part ends with a sum and the next part starts with the norm of the sum, the next part does the addition.
     It then needs both buffers.
+
+    Args:
+        parts: In the order in which each row passes through them.
     """
 
     def __init__(self, model: NativeModel, parts: Iterable[Sequence[Operation]]):
-        """parts: in the order in which each row passes through them"""
         self._model, compiler = model, Compiler(model)
         self._ends, self._names = [0], list[frozenset[Buffer]]()
         for operations in parts:

@@ -55,7 +55,7 @@ class StreamBatch:
     scatter: np.ndarray | None  # int64, of a folded step, else None
     plans: dict[int | None, RowPlan]  # by sliding window; every row queries
     read_plans: dict[int | None, RowPlan]  # by sliding window; only read rows query, for the last layer
-    read_order: np.ndarray | None  # of a folded step: sorts the read rows by their stream rows; else None
+    read_order: np.ndarray | None  # sorts the read rows by their stream rows; None if the step is not folded
     keep_path: np.ndarray  # the rows of the carried path that stay
     keep_new: np.ndarray  # the new rows of the stream that join the path
     pool: PoolPlan[np.ndarray] | None = None  # for readout "mean", if the step reads anything
@@ -127,7 +127,11 @@ def prepare_stream(step: StreamStep, config: ModelConfig) -> StreamBatch:
 
 
 def prepare_slots(step: SlotStep, config: ModelConfig) -> SlotBatch:
-    """Return the input of a slot step's forward pass. config: of this rank's part of the model"""
+    """Return the input of a slot step's forward pass.
+
+    Args:
+        config: The config of this rank's part of the model.
+    """
     plans = slot_plans(step, config, {plane.window for plane in config.planes})
     read_rows, read_plans = None, plans
     if len(step.read_rows) < step.num_rows:
@@ -143,7 +147,11 @@ def prepare_slots(step: SlotStep, config: ModelConfig) -> SlotBatch:
 def slot_plans(
     step: SlotStep, config: ModelConfig, windows: Iterable[int | None], queries: np.ndarray | None = None
 ) -> dict[int | None, SlotPlan]:
-    """Return the attention plan of a step for each sliding window. queries: querying rows, ascending; None: all"""
+    """Return the attention plan of a step for each sliding window.
+
+    Args:
+        queries: Querying rows, ascending; None: all.
+    """
     groups, invariant = config.group_of, config.invariant
     return {
         window: plan_slots(runs, len(positions), positions, window, group=groups[window], invariant=invariant)

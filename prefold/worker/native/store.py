@@ -20,17 +20,23 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """The memory layout of one plane: the keys and values of all pairs of slots, KV head by KV head, then one byte per
-    pair and head."""
+    """The memory layout of one plane.
 
-    sizes: KVSizes  # of the keys and values of a row
-    dtype: np.dtype  # of rows that are written and read
-    stored: np.dtype  # of the numbers in memory: float32 rows may be stored as bfloat16
+    It has the keys and values of all pairs of slots, KV head by KV head, then one byte per pair and head.
+    """
+
+    sizes: KVSizes  # sizes of the keys and values of a row
+    dtype: np.dtype  # dtype of rows that are written and read
+    stored: np.dtype  # dtype in memory: float32 rows may be stored as bfloat16
     interleaved: bool  # the two values of a pair of slots lie side by side, because a bfloat16 kernel sums both at once
 
     @classmethod
     def of(cls, compiled: kernels.Kernels, sizes: KVSizes, dtype: np.dtype, kept: np.dtype | None) -> StoreLayout:
-        """Return the layout that these kernels read. kept: the dtype in memory; None: the dtype of rows"""
+        """Return the layout that these kernels read.
+
+        Args:
+            kept: The dtype in memory; None: the dtype of rows.
+        """
         interleaved = dtype == kernels.BFLOAT16 and compiled.stores_bf16_pairs
         return cls(sizes, dtype, kept or dtype, interleaved)
 
@@ -60,7 +66,11 @@ class StoreLayout:
 
 
 def layouts_of(compiled: kernels.Kernels, config: ModelConfig, dtype: np.dtype) -> list[StoreLayout]:
-    """Return the layout of each plane of a model, or of a rank's part of it. dtype: of rows"""
+    """Return the layout of each plane of a model, or of a rank's part of it.
+
+    Args:
+        dtype: The dtype of rows.
+    """
     kept = kernels.BFLOAT16 if config.kv_dtype == "bfloat16" else None
     sizes = (config.kv_sizes(number) for number in range(len(config.planes)))
     return [StoreLayout.of(compiled, of_plane, dtype, kept) for of_plane in sizes]
@@ -100,10 +110,13 @@ class StorePlane:
 
 
 class NativeStore:
-    """The K/V of `slots` rows for every plane. Slot 0 is scratch: any row may be written there, and no run names it."""
+    """The K/V of `slots` rows for every plane. Slot 0 is scratch: any row may be written there, and no run names it.
+
+    Args:
+        layouts: One per plane.
+    """
 
     def __init__(self, layouts: Sequence[StoreLayout], slots: int, compiled: kernels.Kernels):
-        """layouts: one per plane"""
         self.slots, self._kernels = slots, compiled
         ends = np.cumsum([0, *(layout.plane_bytes(slots) for layout in layouts)]).tolist()
         self._memory = zero_pages(ends[-1])

@@ -150,7 +150,11 @@ class NativeWorker(Worker):
         return self.run_batch(batch)
 
     def run_batch(self, batch: StreamBatch, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
-        """Run a prepared step of a row stream. fields: extra fields of the kernel call"""
+        """Run a prepared step of a row stream.
+
+        Args:
+            fields: Extra fields of the kernel call.
+        """
         media = None if self._media is None else self._media(batch.step.tokens)
         x = None if media is None else self.program.embedded(batch, media)
         return self.run_rows(batch, partial(self.program.over_rows, x=x, fields=fields))
@@ -188,7 +192,11 @@ class NativeWorker(Worker):
         return None if ids is None else CompletedTicket(SlotResult(ids))  # such a step reads every row, in order
 
     def run_slots(self, step: SlotStep, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
-        """Run a step over slots. fields: extra fields of the kernel call"""
+        """Run a step over slots.
+
+        Args:
+            fields: Extra fields of the kernel call.
+        """
         assert self.store is not None
         program, last = self.program, self.last_run
         self.last_run = None
@@ -219,7 +227,11 @@ class NativeWorker(Worker):
         return batch
 
     def read_slots(self, step: SlotStep, hidden: np.ndarray) -> Ticket:
-        """Return the ticket of a slot step's read-outs. hidden: [read rows, hidden]"""
+        """Return the ticket of a slot step's read-outs.
+
+        Args:
+            hidden: [read rows, hidden].
+        """
         if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:

@@ -92,7 +92,11 @@ def available_memory(device: torch.device | str) -> int:
 
 
 def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> None:
-    """Raise OutOfMemoryError if `needed` bytes exceed the free memory. subject, remedy: for the message"""
+    """Raise OutOfMemoryError if `needed` bytes exceed the free memory.
+
+    Args:
+        subject, remedy: The start and the end of the error message.
+    """
     machine.check_fits(needed, subject, remedy, free=available_memory(device), place=device.type)
 
 

@@ -27,7 +27,9 @@ SIZE = 2048  # logits processed at once
 def draw(logits: Tensor, draws: Tensor) -> Tensor:
     """Return the token of each draw, int64 [n]; -1 if the row's largest logit is not finite.
 
-    logits: float32 [r, vocab]; draws: float64 [n, FIELDS]
+    Args:
+        logits: float32 [r, vocab].
+        draws: float64 [n, FIELDS].
     """
     count, vocab = len(draws), logits.shape[1]
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)

@@ -25,7 +25,8 @@ ALPHA, LIMIT = 1.702, 7.0
 class ExpertLinear(Linear):
     """One linear of every expert: weights stacked as [experts * outputs, inputs], maybe with biases.
 
-    gated: the linear is gate and up side by side
+    Args:
+        gated: The linear is gate and up side by side.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ def experts(operation: Experts, weights: ExpertWeights, rows: Rows) -> None:
 def choose_experts(operation: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the weights and the numbers of each row's experts, [rows, chosen] each, largest first.
 
-    logits: float32 [rows, experts]
+    Args:
+        logits: float32 [rows, experts].
     """
     if operation.score == "sparsemixer":
         return mix_sparsely(operation, logits)
@@ -170,8 +172,10 @@ def clamped(gate_up: Tensor) -> Tensor:
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows of x [rows, inputs] with its matrix: [rows, outputs].
 
-    matrices: [experts, outputs, inputs]; ends: int64 [experts], one past each expert's last row, since x is sorted by
-    expert. On a GPU the host does not wait for `ends`, except for gradients and float64.
+    Args:
+        matrices: [experts, outputs, inputs].
+        ends: int64 [experts], one past each expert's last row, since x is sorted by expert. On a GPU the host does not
+            wait for `ends`, except for gradients and float64.
     """
     apart = (matrices.shape[1] * x.itemsize, matrices.shape[2] * x.itemsize)
     if x.is_cuda and x.dtype == torch.bfloat16 and not any(size % GROUPED_BYTES for size in apart):

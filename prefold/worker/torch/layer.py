@@ -37,7 +37,12 @@ class Layer(nn.Module):
         split: Split = WHOLE,
         kept: Collection[Buffer] = (),
     ):
-        """Allocate the parameters. split: as in `held_weights`; kept: as in Program"""
+        """Allocate the parameters.
+
+        Args:
+            split: As in `held_weights`.
+            kept: As in Program.
+        """
         super().__init__()
         self.operations, self.ranks = tuple(operations), place.ranks
         self.held: list[HeldWeight] = []
@@ -80,7 +85,8 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream x + delta [rows, hidden] after this layer, as x and delta. It may overwrite x.
 
-        kept: other buffers that pass from layer to layer; updated in place. Other arguments: as in `Rows`
+        Args:
+            kept: Other buffers that pass from layer to layer; updated in place. Other arguments are as in `Rows`.
         """
         buffers = {X: x} | (kept or {})
         rows = Rows(buffers, delta, attend, cos_sin, read, adapters, ops, self.ranks, states, positions=positions)
@@ -110,7 +116,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Run operations without attention on the residual stream x + delta [rows, hidden], and return one buffer.
 
-        It may overwrite x. Other arguments: as in `Rows`
+        It may overwrite x. Other arguments are as in `Rows`.
         """
         rows = Rows({X: x}, delta, None, None, read, adapters, ops, self.ranks, states)
         self.run(rows)
@@ -126,7 +132,8 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the keys and values [rows, kv_heads, dim] that this layer computes from the residual stream x.
 
-        x: [rows, hidden]; it may be overwritten
+        Args:
+            x: [rows, hidden]; it may be overwritten.
         """
         rows = Rows({X: x}, None, None, cos_sin, None, adapters, ops, self.ranks)
         for run, operation, weights, dead in self._steps:
@@ -161,7 +168,11 @@ def held_weights(
     execution: Execution,
     split: Split = WHOLE,
 ) -> Iterator[HeldWeight]:
-    """Yield this rank's weights of an operation, with their parameters. split: the rank's part of each tensor"""
+    """Yield this rank's weights of an operation, with their parameters.
+
+    Args:
+        split: The rank's part of each tensor.
+    """
     for name, weight in operation.named_weights:
         path, _, attribute = execution.names.get(name, name).rpartition(".")
         owner = module.get_submodule(path)

@@ -16,7 +16,11 @@ from .products import Product, pack
 
 
 class Norm(nn.Module):
-    """The sum x + delta [rows, size], and the norm of the sum. kind: as in `program.Norm`"""
+    """The sum x + delta [rows, size], and the norm of the sum.
+
+    Args:
+        kind: As in `program.Norm`.
+    """
 
     def __init__(
         self,
@@ -30,7 +34,12 @@ class Norm(nn.Module):
         weight: bool = True,
         factor: float = 1.0,
     ):
-        """Allocate the parameters. weight, bias: create one; factor: multiplies the weight"""
+        """Allocate the parameters.
+
+        Args:
+            weight, bias: Create one.
+            factor: Multiplies the weight.
+        """
         super().__init__()
         self.kind, self.eps, self.factor = kind, eps, factor
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if weight else None
@@ -55,7 +64,11 @@ class Linear(nn.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool | int, dtype: torch.dtype, device: torch.device):
-        """Allocate the parameters. bias: True for all outputs, or the number of outputs that have one"""
+        """Allocate the parameters.
+
+        Args:
+            bias: True for all outputs, or the number of outputs that have one.
+        """
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         biased = outputs if bias is True else int(bias)
@@ -71,7 +84,8 @@ class Linear(nn.Module):
     def pack(self, pool: kernels.PanelPool | None = None) -> None:
         """Replace the weight by a packed copy if that is faster. It computes the same products, without gradients.
 
-        pool: allocates the memory of prefold's own layout
+        Args:
+            pool: Allocates the memory of prefold's own layout.
         """
         if self.weight is not None and (product := self._packed(self.weight, pool)):
             self.use(product)

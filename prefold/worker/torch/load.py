@@ -40,9 +40,10 @@ def load_worker(
     device: str,
     ranks: SomeRank | None = None,
 ) -> Loaded:
-    """Load the model of a checkpoint. Errors: as documented for `LLM`.
+    """Load the model of a checkpoint. The errors are as documented for `LLM`.
 
-    ranks: this rank's view of a split model; None: this process has the whole model
+    Args:
+        ranks: This rank's view of a split model; None: this process has the whole model.
     """
     settle_threads(options.threads)
     place, number = torch.device(device), DTYPES[dtype]

@@ -14,7 +14,8 @@ from ...model.config import ModelConfig
 class LogitShape:
     """The step from products x of an LM head to logits: scale * x, or cap * tanh(scale * x / cap).
 
-    scale, cap: `logit_scale` and `logit_cap` of ModelConfig
+    Attributes:
+        scale, cap: `logit_scale` and `logit_cap` of ModelConfig.
     """
 
     scale: float

@@ -36,7 +36,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The low-rank update of one linear by an adapter. a: [ranks of all parts, inputs]"""
+    """The low-rank update of one linear by an adapter.
+
+    Attributes:
+        a: [ranks of all parts, inputs].
+    """
 
     a: Tensor
     parts: tuple[Part, ...]
@@ -114,7 +118,11 @@ class RowAdapters:
         return RowAdapters(self.adapters, numbers, read_rows) if (numbers >= 0).any() else NO_ADAPTERS
 
     def add(self, out: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
-        """Add the adapters' updates to out [rows, outputs], in place, and return it. x: [rows, inputs], the input"""
+        """Add the adapters' updates to out [rows, outputs], in place, and return it.
+
+        Args:
+            x: [rows, inputs], the input.
+        """
         for rows, adapter in self._groups:
             delta = adapter.layers[layer].get(linear)
             if delta is not None:
@@ -146,9 +154,10 @@ def load_adapter(
     name: str | None = None,
     ranks: Alone = ALONE,
 ) -> Adapter:
-    """Load the adapter in a PEFT folder for a model of `config`. Arguments and errors: as in `read_adapter`
+    """Load the adapter in a PEFT folder for a model of `config`. Arguments and errors are as in `read_adapter`.
 
-    dtype, device: the model's
+    Args:
+        dtype, device: The model's.
     """
     if config.loading:
         options: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}

@@ -269,7 +269,11 @@ class CausalLM(nn.Module):
         return self._shaped(logits)
 
     def _shaped(self, products: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Turn products of the LM head into logits: scale, bias and cap. ids: the tokens of the columns; None: all"""
+        """Turn products of the LM head into logits: scale, bias and cap.
+
+        Args:
+            ids: The tokens of the columns; None: all.
+        """
         if self.program.head_vectors:
             at = slice(None) if ids is None else torch.as_tensor(ids, device=self.device)
             if self.lm_head_scale is not None:

@@ -36,7 +36,9 @@ class Ops:
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return x + delta (the residual stream), and its RMS norm scaled by `weight` (Zhang and Sennrich 2019).
 
-        x, delta: [rows, hidden]; weight: [hidden], in x's dtype or float32. It may overwrite x.
+        Args:
+            x, delta: [rows, hidden].
+            weight: [hidden], in x's dtype or float32. It may overwrite x.
         """
         if delta is not None:
             x = x + delta
@@ -47,7 +49,11 @@ class Ops:
     def add_layer_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return x + delta (the residual stream), and its LayerNorm (Ba et al. 2016). weight, bias: [hidden]"""
+        """Return x + delta (the residual stream), and its LayerNorm (Ba et al. 2016).
+
+        Args:
+            weight, bias: [hidden].
+        """
         if delta is not None:
             x = x + delta
         if weight.dtype == x.dtype:
@@ -76,7 +82,8 @@ class Ops:
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """Return activation(gate) * up [rows, width], for gate_up [rows, 2 * width].
 
-        activation: a key of ACTIVATIONS
+        Args:
+            activation: A key of ACTIVATIONS.
         """
         gate, up = gate_up.chunk(2, -1)
         return ACTIVATIONS[activation](gate) * up
@@ -101,7 +108,8 @@ class CompiledOps:
 class FusedOps(Ops):
     """The operations in fused kernels, which write to their inputs. No gradients.
 
-    kernels: `CompiledOps` for float32 and bfloat16 on a CPU, or the module `ops_triton` on a GPU
+    Args:
+        kernels: `CompiledOps` for float32 and bfloat16 on a CPU, or the module `ops_triton` on a GPU.
     """
 
     def __init__(self, kernels: Any):
@@ -150,7 +158,8 @@ def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
 def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp of each row, [rows], and the index of its largest value, int64 [rows].
 
-    logits: [rows, columns]. On a CPU, ties go to the lowest index.
+    Args:
+        logits: [rows, columns]. On a CPU, ties go to the lowest index.
     """
     if logits.is_cpu and not (torch.is_grad_enabled() and logits.requires_grad):
         compiled, numbers = kernels.load(), array_of(logits)
@@ -163,7 +172,8 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
 def entropy(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `log_sum_exp`, and the entropy of each row's probabilities in nats, [rows]. No gradients.
 
-    logits: [rows, columns]
+    Args:
+        logits: [rows, columns].
     """
     with torch.no_grad():
         compiled = kernels.load() if logits.is_cpu else None

@@ -18,7 +18,11 @@ class Alone(OneRank[Tensor]):
     """The only rank of a model that is not split, and the base class of `Ranks`."""
 
     def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
-        """Return rows of the embedding [tokens, hidden]. weight: this rank's rows, for the ids in `vocab`"""
+        """Return rows of the embedding [tokens, hidden].
+
+        Args:
+            weight: This rank's rows, for the ids in `vocab`.
+        """
         return F.embedding(tokens, weight)
 
     def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:

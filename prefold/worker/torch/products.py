@@ -122,7 +122,9 @@ class _LogitsBuffer:
 def pack(weight: Tensor, pool: kernels.PanelPool | None = None, *, gated: bool = False) -> Product | None:
     """Return the fastest product with a copy of `weight` [outputs, inputs]. None: PyTorch's own is as fast.
 
-    pool: allocates the memory of Panels; gated: half of the outputs is gate, half up
+    Args:
+        pool: Allocates the memory of Panels.
+        gated: Half of the outputs is gate, half up.
     """
     if compiled := product_kernels(weight):
         kind = GatePanels if gated and GatePanels.takes(weight) else Panels

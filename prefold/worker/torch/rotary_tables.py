@@ -44,12 +44,15 @@ class RotaryTable:
 class RotaryTables:
     """Cosines and sines of every plane. Planes with equal settings share a table.
 
+    Args:
+        ropes: The rotary settings of each plane.
+        dims: The size of the rotated part of a head, for each plane.
+
     Attributes:
         table_of: The number of each plane's table, counted in order of first use.
     """
 
     def __init__(self, ropes: Sequence[RopeConfig], dims: Sequence[int], device: torch.device):
-        """ropes, dims: one per plane"""
         distinct, self.table_of = distinct_values(list(zip(ropes, dims, strict=True)))
         self.device = device
         self._tables = [RotaryTable(rope, dim, device) for rope, dim in distinct]

@@ -23,7 +23,11 @@ from .model import CausalLM
 
 
 def heads_of(config: ModelConfig, dtype: torch.dtype) -> list[Heads]:
-    """Return the heads of each plane of a model, or of a rank's part of it. dtype: of rows"""
+    """Return the heads of each plane of a model, or of a rank's part of it.
+
+    Args:
+        dtype: The dtype of rows.
+    """
     kept = None if config.kv_dtype is None else getattr(torch, config.kv_dtype)
     every = (config.kv_sizes(plane) for plane in range(len(config.planes)))
     return [
@@ -33,7 +37,11 @@ def heads_of(config: ModelConfig, dtype: torch.dtype) -> list[Heads]:
 
 
 def row_attention_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[int | None, RowAttention]:
-    """Return the attention over rows for each sliding window. config, dtype: as in `heads_of`"""
+    """Return the attention over rows for each sliding window.
+
+    Args:
+        config, dtype: As in `heads_of`.
+    """
     heads = {plane.window: of for plane, of in zip(config.planes, heads_of(config, dtype), strict=True)}
     made = {of: RowAttention(of, device) for of in heads.values()}
     return {window: made[of] for window, of in heads.items()}
@@ -81,8 +89,9 @@ class StepAttend:
     ) -> Tensor:
         """Return attention of q, [rows or read rows, heads, value dim].
 
-        k: [rows, kv_heads, dim]; v: [rows, kv_heads, value dim]; None: the keys and values of an earlier call for the
-        plane
+        Args:
+            k: [rows, kv_heads, dim].
+            v: [rows, kv_heads, value dim]; None: the keys and values of an earlier call for the plane.
         """
         batch, window = self.batch, self.planes[plane].window
         is_own = k is not None and v is not None
@@ -129,7 +138,7 @@ class Batch:
     scatter: Tensor | None  # int64, of a folded step, else None
     plans: dict[int | None, RowPlan]  # by sliding window; every row queries
     read_plans: dict[int | None, RowPlan]  # by sliding window; only read rows query, for the last layer
-    read_order: Tensor | None  # of a folded step: sorts the read rows by their stream rows; else None
+    read_order: Tensor | None  # sorts the read rows by their stream rows; None if the step is not folded
     keep_path: Tensor  # the rows of the carried path that stay
     keep_new: Tensor  # the new rows of the stream that join the path
     pool: PoolPlan[Tensor] | None = None  # for readout "mean", if the step reads anything
@@ -144,7 +153,8 @@ def prepare(
 ) -> Batch:
     """Return the input of a stream step's forward pass. Any thread may call this, while another step runs.
 
-    adapters: in the order by which steps number them
+    Args:
+        adapters: {name: adapter}, in the order of the adapters' numbers in the step.
     """
     device = next(iter(attention.values())).device
     new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)
@@ -193,10 +203,12 @@ def prepare(
 
 
 def forward_stream(model: CausalLM, batch: Batch, path: Path, arguments: Mapping[str, Any]) -> tuple[Tensor, PathKV]:
-    """Run a step. Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above the next
-    step.
+    """Run a step.
 
-    arguments: extra arguments of the model call
+    Return the hidden states of the read rows, [rows, hidden], and the K/V of the path above the next step.
+
+    Args:
+        arguments: Extra arguments of the model call.
     """
     attend = StepAttend(batch, path, model.config.planes, model.config.scale)
     hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **arguments)

@@ -48,7 +48,9 @@ def prepare_slots(
 ) -> SlotBatch:
     """Return a step as tensors on the store's device.
 
-    adapters: in the order of their numbers; last_ids: as in `fill_in`
+    Args:
+        adapters: {name: adapter}, in the order of the adapters' numbers in the step.
+        last_ids: As in `fill_in`.
     """
     plans = slot_plans(step, store, config, {plane.window for plane in config.planes})
     read_rows, read_plans = None, plans
@@ -69,7 +71,11 @@ def slot_plans(
     windows: Iterable[int | None],
     queries: np.ndarray | None = None,
 ) -> dict[int | None, SlotPlan]:
-    """Return the attention plan of a step for each sliding window. queries: querying rows, ascending; None: all"""
+    """Return the attention plan of a step for each sliding window.
+
+    Args:
+        queries: Querying rows, ascending; None: all.
+    """
     plane_of = {plane.window: number for number, plane in enumerate(config.planes)}
     return {
         window: store.plan(runs, len(positions), positions, window, plane_of[window])
@@ -115,7 +121,8 @@ def forward(
 ) -> Tensor:
     """Run a step, and return the hidden states of the read rows, [rows, hidden]. Its K/V is then in the store.
 
-    arguments: extra arguments of the model call
+    Args:
+        arguments: Extra arguments of the model call.
     """
     attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
     return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **arguments)

@@ -60,7 +60,10 @@ def kv_bytes(size: int | None, device: torch.device, ranks: int = 1) -> int:
 
     On a CPU, ranks share one memory; each GPU has its own.
 
-    size: bytes; None: a default share of free memory. Raise InputError if `size` exceeds the free memory.
+    Raise InputError if `size` exceeds the free memory.
+
+    Args:
+        size: Bytes; None: a default share of free memory.
     """
     free = available_memory(device) * (1 if device.type == "cpu" else ranks)
     if size is None:
@@ -185,7 +188,11 @@ class TorchWorker(Worker):
         return self.run_batch(batch)
 
     def run_batch(self, batch: Batch, call_arguments: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
-        """Run a prepared step of a row stream. call_arguments: extra arguments of the model call"""
+        """Run a prepared step of a row stream.
+
+        Args:
+            call_arguments: Extra arguments of the model call.
+        """
         step = batch.step
         path = self.paths.get(step.stream, NO_PATH)
         if (rows := path.rows) < step.path:
@@ -217,7 +224,11 @@ class TorchWorker(Worker):
         return prepare_slots(step, self.store, self.model.config, self.adapters, self._last_ids)
 
     def run_slots(self, step: SlotStep, call_arguments: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
-        """Run a step over slots. call_arguments: extra arguments of the model call"""
+        """Run a step over slots.
+
+        Args:
+            call_arguments: Extra arguments of the model call.
+        """
         assert self.store is not None
         arguments = dict(call_arguments)
         if self._media is not None and (media := self._media(step.tokens)) is not None:
@@ -226,7 +237,11 @@ class TorchWorker(Worker):
         return self.read_slots(step, forward(self.model, self.store, self.prepare_slots(step), arguments))
 
     def read_slots(self, step: SlotStep, hidden: Tensor) -> Ticket:
-        """Return the ticket of a slot step's read-outs. hidden: [read rows, hidden]"""
+        """Return the ticket of a slot step's read-outs.
+
+        Args:
+            hidden: [read rows, hidden].
+        """
         if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:

@@ -154,7 +154,7 @@ def test_a_prompt_is_never_cut_within_its_images(case):
     with pytest.raises(InputError, match="makes a prompt of"):
         case.llm.decide("long " * 100, question, images=[RED], max_length=60, truncate=True)
     assert len(case.llm.decide(["a", "b"], question, images=[None, [RED]])) == 2
-    with pytest.raises(InputError, match="list with an entry for each of 2 states"):
+    with pytest.raises(InputError, match="an entry for each of 2 states"):
         case.llm.decide(["a", "b"], question, images=[RED])
 
 

@@ -35,7 +35,9 @@ def blocked_attention(
     Each block of queries is one scaled_dot_product_attention, so memory grows with the block, not with the square of
     the step. A key or value that is not finite makes exactly the rows that see it NaN.
 
-    cap: as in Heads; sinks: as in `RowAttention.attend`
+    Args:
+        cap: As in Heads.
+        sinks: As in `RowAttention.attend`.
     """
     return _BlockedAttention.apply(q, keys, values, sinks, plan, scale, cap)
 
@@ -124,7 +126,10 @@ def attend_block(
 ) -> Tensor:
     """Return attention of q [queries, heads, dim] over the results of `finite`, restricted to visible keys.
 
-    visible: bool [queries, keys]; cap: as in Heads; sinks: as in `RowAttention.attend`
+    Args:
+        visible: bool [queries, keys].
+        cap: As in Heads.
+        sinks: As in `RowAttention.attend`.
     """
     poisoned = (visible.to(q.dtype) @ bad.to(q.dtype)) > 0
     group = q.shape[1] // k.shape[1]
@@ -177,9 +182,10 @@ class RowAttention:
         path: int = 0,
         first: np.ndarray | None = None,
     ) -> RowPlan:
-        """Return the plan of a step with the kernels' tables. Arguments and errors: as in `plan_rows`
+        """Return the plan of a step with the kernels' tables. Arguments and errors are as in `plan_rows`.
 
-        path: number of keys in the carried path, which come first
+        Args:
+            path: Number of keys in the carried path, which come first.
         """
         plan = plan_rows(end, query_rows, positions, window, first=first, compiled=self._compiled is not None)
         if self._fused:

@@ -86,7 +86,11 @@ class RowTables:
 
 
 def row_tables(plan: RowPlan, path_rows: int, group: int, size: TileSize, device: torch.device) -> RowTables:
-    """Return the kernel's tables of a plan, on the device. group: query heads per KV head"""
+    """Return the kernel's tables of a plan, on the device.
+
+    Args:
+        group: Query heads per KV head.
+    """
     size = fitting(size, group)
     block_q = size.rows // group
     tiles = row_tiles(plan, path_rows, block_q, size.keys)
@@ -121,7 +125,8 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `RowAttention.attend`. Shapes: as there, with contiguous last dimensions.
 
-    with_sums: also return the base-2 log-sum-exp of each query's scores and sink, float32 [queries, heads]
+    Args:
+        with_sums: Also return the base-2 log-sum-exp of each query's scores and sink, float32 [queries, heads].
     """
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -184,7 +189,11 @@ def load_rows(X, offset, stride, inside, DIM: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def take_block(acc, total, largest, scores, v, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a block to an online softmax, and return the new sums. scores: to base 2, -inf for hidden keys"""
+    """Add a block to an online softmax, and return the new sums.
+
+    Args:
+        scores: To base 2, -inf for hidden keys.
+    """
     new = tl.maximum(largest, tl.max(scores, 1))
     # A row that has seen no key yet: -inf minus -inf is NaN.
     base = tl.where(new == -float("inf"), 0.0, new) if MASKED else new

@@ -56,7 +56,11 @@ class KeyTables:
 
 
 def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KeyTables:
-    """Return the tables of a plan for the backward pass. group: query heads per KV head"""
+    """Return the tables of a plan for the backward pass.
+
+    Args:
+        group: Query heads per KV head.
+    """
     kind = dtype.itemsize, padded(head_dim)
     size = fitting(fitting_on(device, kind, TILE_SIZES, SMALL_TILE_SIZES), group)
     rows = row_tables(plan, 0, group, size, device)
@@ -67,7 +71,11 @@ def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype
 def attend_rows_with_gradient(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: RowPlan, forward: RowTables, *, scale: float
 ) -> Tensor:
-    """Compute `RowAttention.attend`, differentiable, with all keys in k and v. forward: the plan's tables"""
+    """Compute `RowAttention.attend`, differentiable, with all keys in k and v.
+
+    Args:
+        forward: The plan's tables.
+    """
     group = q.shape[1] // k.shape[1]
     backward = plan.kept(
         ("keys", group, q.shape[2], q.dtype, q.device),
@@ -112,7 +120,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
-    out, sums: from `attend_rows`; grad: the gradient of out, shaped like it
+    Args:
+        out, sums: From `attend_rows`.
+        grad: The gradient of out, shaped like it.
     """
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]

@@ -115,7 +115,9 @@ def attend_slots(
 ) -> Tensor:
     """Return attention of q [queries, heads, dim], shaped like q. The last dimension of q is contiguous.
 
-    keys, values: [slots, kv_heads, dim]; sinks: [heads]
+    Args:
+        keys, values: [slots, kv_heads, dim].
+        sinks: [heads].
     """
     queries, heads, dim = q.shape
     kv_heads = keys.shape[1]

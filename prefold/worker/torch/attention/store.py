@@ -191,7 +191,7 @@ class KVStore:
         window: int | None = None,
         plane: int = 0,
     ) -> SlotPlan:
-        """Return the plan of a step for attention over a plane. Arguments and errors: as in `plan_slots`"""
+        """Return the plan of a step for attention over a plane. Arguments and errors are as in `plan_slots`."""
         group, is_compiled = self.heads[plane].group, self.compiled is not None
         return plan_slots(runs, num_queries, query_positions, window, group=group, compiled=is_compiled)
 
@@ -238,9 +238,12 @@ class KVStore:
     def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Return softmax(q k^T * scale) v; each query attends over its visible slots in `plan`.
 
-        q: [queries, heads, head_dim]; the result: [queries, heads, value_dim]; sinks: as in `RowAttention.attend`
+        Return [queries, heads, value_dim]. Raise ValueError if the tensors do not fit the plan or the heads, or if the
+        plan has slots outside the store.
 
-        Raise ValueError if the tensors do not fit the plan or the heads, or if the plan has slots outside the store.
+        Args:
+            q: [queries, heads, head_dim].
+            sinks: As in `RowAttention.attend`.
         """
         heads = self.heads[plane]
         self._check(q, plan, heads)
