@@ -217,6 +217,7 @@ def first_error(results: Sequence[T | InputError], argument: str = "", *, single
     """Return the results if none is an InputError. Else raise the first one, with the number of its item.
 
     Args:
+        results: A result or an error for each item.
         argument: Name of the argument with the items, for the error.
         single: Leave the item's number out, because the caller passed a single item.
     """

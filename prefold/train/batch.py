@@ -286,11 +286,7 @@ def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def _step(trie: Trie, at: np.ndarray) -> StreamStep:
-    """Return all rows of a stream as one step.
-
-    Args:
-        at: int64 [targets], the row at which each target is read.
-    """
+    """Return all rows of a stream as one step. Target i is read at row `at[i]`, int64 [targets]."""
     read_rows, reads = np.unique(at, return_inverse=True)
     return StreamStep(
         tokens=trie.tokens,

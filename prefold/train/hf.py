@@ -217,9 +217,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers, with the rows of a TrainBatch in `prefold`.
 
-    Args:
-        query: [1, heads, rows, dim].
-        key, value: [1, kv_heads, rows, dim]; the result: [1, rows, heads, dim].
+    The query is [1, heads, rows, dim], the key and the value are [1, kv_heads, rows, dim], and the result is
+    [1, rows, heads, dim].
     """
     sinks = options.get("s_aux")
     if prefold is None:

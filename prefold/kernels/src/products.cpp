@@ -63,11 +63,15 @@ bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockP
   if (!are_few(rows, digits)) return false;
   Product product{nullptr, 0, nullptr, rows, columns, static_cast<int64_t>(k * sizeof(Element) / sizeof(uint32_t)),
                   blocks};
-  int64_t in_few = 0;
-  bool sixteens = false;
+  int64_t in_few = 0, type = -1;
+  bool sixteens = false, has_few = false;
   for (int64_t p = 0; p < product.panels(); ++p) {
-    in_few += add_few(blocks[p].type, 1) != nullptr;
-    sixteens |= (blocks[p].type & ~int64_t{kInInt8}) == kQ6_K;
+    if (blocks[p].type != type) {  // most panels have the type of the panel before
+      type = blocks[p].type;
+      has_few = add_few(type, 1) != nullptr;
+      sixteens |= (type & ~int64_t{kInInt8}) == kQ6_K;
+    }
+    in_few += has_few;
   }
   if (in_few == 0) return false;
   std::unique_ptr<Rows<Format>> floats;
@@ -78,7 +82,7 @@ bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockP
   const Int8Rows given = quantise(x, x_row, rows, k, 32, sixteens, 1, digits);
   for_panels(product, kMostPasses * kMostLines, kMostPasses * kMostLines, threads,
              [&](int64_t p, int64_t first, int64_t) {
-    if (!add_few(blocks[p].type, 1)) return multiply_panel<Format>(product, p, first, rows, store);
+    if (floats && !add_few(blocks[p].type, 1)) return multiply_panel<Format>(product, p, first, rows, store);
     alignas(64) float sums[kFewSums];
     multiply_few_rows(blocks[p], k, given, rows, digits, sums);
     store(first, p * kPanel, rows, std::min<int64_t>(kPanel, columns - p * kPanel), sums);
