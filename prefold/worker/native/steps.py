@@ -164,9 +164,9 @@ def slot_plans(
 
     queries: the rows that query, ascending; None: all.
     """
-    groups, invariant = config.group_of, config.invariant
+    groups, options = config.group_of, {"invariant": config.invariant, "latent": config.latent}
     return {
-        window: plan_slots(runs, len(positions), positions, window, group=groups[window], invariant=invariant)
+        window: plan_slots(runs, len(positions), positions, window, group=groups[window], **options)
         for window, (runs, positions) in runs_by_window(step, windows, queries, config.has_spans).items()
     }
 
