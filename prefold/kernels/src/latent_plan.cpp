@@ -12,16 +12,20 @@
 namespace prefold {
 namespace {
 
-// The cost of one product in attention, of absorbed and of expanded queries.
-constexpr double kAbsorbedProduct = 1, kExpandedProduct = 1;
+// The cost of one product in attention, of absorbed and of expanded queries, and the cost to store and to pack one
+// number of an expanded key or value. Measured on two cores of an AMD EPYC with AVX2 (float32, 2,048 keys before a
+// prompt, benchmarks/latent.py). Both forms then take the same time at about 250 rows with the sizes of GLM-4.7-Flash,
+// at 110 rows with the sizes of DeepSeek-V3, and at 70 rows with the sizes of MiniCPM 3. With bfloat16 it is 260 rows
+// for GLM-4.7-Flash.
+constexpr double kAbsorbedProduct = 1.55, kExpandedProduct = 1.35, kPackedNumber = 90;
 
 // The work per head of the two forms, counted in products.
 struct LatentWork {
-  double key;          // to expand a key and its value
+  double key;          // to expand one key and its value
   double query, seen;  // what a query saves if it is expanded: once, and for each key that it sees
 
   LatentWork(double rank, double tail, double dim, double value_dim)
-      : key(rank * (dim + value_dim)),
+      : key((rank + kPackedNumber) * (dim + value_dim)),
         query((dim + tail) * (rank + tail) + rank * value_dim),
         seen(kAbsorbedProduct * (rank + tail + rank) - kExpandedProduct * (dim + tail + value_dim)) {}
 };
