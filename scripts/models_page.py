@@ -232,10 +232,13 @@ of Gemma 3n's gates with a divisor of n - 1; transformers and prefold divide by 
 
 **Latent attention** (MLA: DeepSeek, GLM-4.7-Flash, Youtu, MiniCPM 3, Mistral Small 4). What is kept of a row is its
 latent and the rotated tail of its key. For GLM-4.7-Flash that is 54 KB a token in bfloat16; keys and values of all
-heads would take 0.96 MB. There are two exact ways to attend. In a stream of rows, which embeddings, scores, labels and
-decisions are read from, the keys and values of all heads are made of latents once a step. Generated text attends in the
-space of latents: what makes keys is multiplied into the queries. Such models are not split over ranks and not computed
-in int8. GGUF files of DeepSeek V2 and V3, GLM-4.7-Flash and Youtu are read (`deepseek2`).
+heads would take 0.96 MB. There are two exact ways to attend. Embeddings, scores, labels and decisions are read from a
+stream of rows, which expands the latents into the keys and values of all heads, once a step. While text is generated,
+the native executor chooses the cheaper way for each query. The rows of a long prompt expand the keys that they share:
+from about 250 rows a step on for GLM-4.7-Flash, and from 110 on for DeepSeek-V3. Rows that decode attend over the
+latents themselves: the matrix that makes keys is multiplied into the query. With `invariant`, all rows of generation
+attend over the latents, because a result must not depend on the other rows. Such models are not split over ranks and
+not computed in int8. GGUF files of DeepSeek V2 and V3, GLM-4.7-Flash and Youtu are read (`deepseek2`).
 
 ## Checkpoints for embedding and reranking
 

@@ -568,7 +568,7 @@ FUNCTIONS = {
     "prefold_slot_list_sizes": ":pp",
     "prefold_copy_slot_lists": ":pppppppppp",
     "prefold_free_slot_lists": ":p",
-    "prefold_choose_expanded": "q:pppqqqqqqp",
+    "prefold_choose_expanded": "i:pppqqqqqqp",
     "prefold_row_attention": "i:pi",
     "prefold_slot_attention": "i:pi",
     "prefold_write_slots": "i:pi",

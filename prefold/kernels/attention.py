@@ -94,7 +94,7 @@ class AttentionKernels(Family):
         """
         chosen = np.empty(num_queries, bool)
         addresses = (address(array) for array in (count, first, last))
-        if self._calls["choose_expanded"](*addresses, len(count), num_queries, *sizes, address(chosen)) < 0:
+        if self._calls["choose_expanded"](*addresses, len(count), num_queries, *sizes, address(chosen)):
             raise MemoryError("not enough memory for a plan of attention")
         return chosen
 

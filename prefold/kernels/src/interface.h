@@ -155,12 +155,11 @@ extern "C" void prefold_copy_slot_lists(const SlotLists* lists, int64_t* run_off
                                         int64_t* tile_starts, int64_t* own_offsets, OwnRun* own);
 extern "C" void prefold_free_slot_lists(SlotLists* lists);
 
-// Choose the queries over slots for which latent attention expands keys and values (latent_plan.cpp). Return how many
-// are chosen, or -1 if memory is short.
+// Choose the queries over slots for which latent attention expands keys and values (latent_plan.cpp).
 //
 // count, first, last [runs]: see prefold_plan_slots; rank, tail, dim, value_dim: see LatentCall; chosen [queries]: 1
 // for a chosen query, else 0.
-extern "C" int64_t prefold_choose_expanded(const int64_t* count, const int64_t* first, const int64_t* last,
+extern "C" int32_t prefold_choose_expanded(const int64_t* count, const int64_t* first, const int64_t* last,
                                            int64_t runs, int64_t queries, int64_t rank, int64_t tail, int64_t dim,
                                            int64_t value_dim, uint8_t* chosen);
 

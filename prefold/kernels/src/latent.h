@@ -3,10 +3,13 @@
 // A plane stores a row's latent c, and the tail of its key, which all heads share. Head h has the key K[h] c, then the
 // tail, and the value V[h] c. There are two exact forms.
 //
-// Over slots, queries are absorbed: q . (K c) = (K^T q) . c. So all heads attend over the latents like the keys of a
-// single KV head, whose values are the latents as well. V is applied after the sum over keys.
+// Absorbed: q . (K c) = (K^T q) . c. So all heads attend over the latents like the keys of a single KV head, whose
+// values are the latents as well. V is applied after the sum over keys.
 //
-// Over the rows of a stream, the keys and values of all heads are expanded once per step.
+// Expanded: the keys and values of all heads are computed once per step, from the latents. Then attention is as usual.
+//
+// Absorbed queries do more work for each key that they see. Expanded queries need work for each key, however few
+// queries see it. In a stream of rows, all queries are expanded. Over slots, the planner chooses (latent_plan.cpp).
 //
 // Heads are processed in groups, so that the scratch memory stays small.
 #pragma once

@@ -12,11 +12,11 @@
 namespace prefold {
 namespace {
 
-// The cost of one product in attention, of absorbed and of expanded queries, and the cost to store and to pack one
-// number of an expanded key or value. Measured on two cores of an AMD EPYC with AVX2 (float32, 2,048 keys before a
-// prompt, benchmarks/latent.py). Both forms then take the same time at about 250 rows with the sizes of GLM-4.7-Flash,
-// at 110 rows with the sizes of DeepSeek-V3, and at 70 rows with the sizes of MiniCPM 3. With bfloat16 it is 260 rows
-// for GLM-4.7-Flash.
+// The cost of one product in attention, for absorbed and for expanded queries, and the cost of storing and packing one
+// number of an expanded key or value. The costs are fitted to times on two cores of an AMD EPYC with AVX2, in float32,
+// with 2,048 keys before a prompt (as in benchmarks/latent.py). Both forms take the same time at about 250 rows with
+// the sizes of GLM-4.7-Flash, 110 rows with the sizes of DeepSeek-V3, and 70 rows with the sizes of MiniCPM 3. In
+// bfloat16, GLM-4.7-Flash needs 260 rows.
 constexpr double kAbsorbedProduct = 1.55, kExpandedProduct = 1.35, kPackedNumber = 90;
 
 // The work per head of the two forms, counted in products.
@@ -48,7 +48,8 @@ class ExpandedChoice {
     std::partial_sum(seen_.begin(), seen_.end(), seen_.begin());
   }
 
-  int64_t choose(uint8_t* chosen) {
+  // chosen [queries].
+  void choose(uint8_t* chosen) {
     const int64_t queries = static_cast<int64_t>(seen_.size()) - 1;
     std::vector<int64_t> order(runs_);
     std::iota(order.begin(), order.end(), 0);
@@ -61,13 +62,11 @@ class ExpandedChoice {
       open_.push_back({run, 0});
     }
     close(queries);
-    int64_t many = 0, out = 0;
+    int64_t out = 0;
     for (int64_t i = 0; i < queries; ++i) {
       out += left_out_[i];
       chosen[i] = out == 0 && saved(i) > 0;
-      many += chosen[i];
     }
-    return many;
   }
 
  private:
@@ -111,15 +110,16 @@ class ExpandedChoice {
 };
 
 }  // namespace
-extern "C" int64_t prefold_choose_expanded(const int64_t* count, const int64_t* first, const int64_t* last,
+extern "C" int32_t prefold_choose_expanded(const int64_t* count, const int64_t* first, const int64_t* last,
                                            int64_t runs, int64_t queries, int64_t rank, int64_t tail, int64_t dim,
                                            int64_t value_dim, uint8_t* chosen) {
   try {
     const auto of = [](int64_t size) { return static_cast<double>(size); };
     const LatentWork work(of(rank), of(tail), of(dim), of(value_dim));
-    return ExpandedChoice(count, first, last, runs, queries, work).choose(chosen);
+    ExpandedChoice(count, first, last, runs, queries, work).choose(chosen);
+    return 0;
   } catch (const std::bad_alloc&) {
-    return -1;
+    return kNoMemory;
   }
 }
 

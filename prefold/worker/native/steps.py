@@ -164,9 +164,11 @@ def slot_plans(
 
     queries: the rows that query, ascending; None: all.
     """
-    groups, options = config.group_of, {"invariant": config.invariant, "latent": config.latent}
+    groups, invariant, latent = config.group_of, config.invariant, config.latent
     return {
-        window: plan_slots(runs, len(positions), positions, window, group=groups[window], **options)
+        window: plan_slots(
+            runs, len(positions), positions, window, group=groups[window], invariant=invariant, latent=latent
+        )
         for window, (runs, positions) in runs_by_window(step, windows, queries, config.has_spans).items()
     }
 
