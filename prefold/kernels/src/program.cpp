@@ -654,30 +654,33 @@ struct Pass {
     return 0;
   }
 
-  // Attend over slots with absorbed and expanded queries. Each group is gathered, attends, and is scattered.
+  // Attend over slots with absorbed and expanded queries. A group that does not have all rows is copied to attend.
   int32_t attend_split(const Operation& op, const LatentAttention<E>& latent, const LatentSplit& split,
                        const SlotPlane& plane) const {
     static thread_local Workspace workspace;
     const int64_t q_row = call.widths[op.source], out_row = call.widths[op.out], width = latent.width();
-    const int64_t most = std::max(split.num_absorbed, split.num_expanded);
-    auto* q = static_cast<E*>(workspace.reserve((most * (q_row + out_row) + split.keys * width) * sizeof(E)));
-    E *attended = q + most * q_row, *latents = attended + most * out_row;
+    const int64_t copied = split.num_absorbed ? std::max(split.num_absorbed, split.num_expanded) : 0;
+    const int64_t numbers = split.keys * width + copied * (q_row + out_row);
+    auto* latents = static_cast<E*>(workspace.reserve(numbers * sizeof(E)));
+    E *some = latents + split.keys * width, *attended = some + copied * q_row;
     const auto run = [&](const int64_t* queries, int64_t count, auto&& attend) -> int32_t {
-      if (!count) return 0;
-      copy_rows(buffer(op.source), q_row, queries, q, nullptr, count, q_row);
-      if (const int32_t failed = attend()) return failed;
+      if (!copied) return attend(buffer(op.source), buffer(op.out));
+      copy_rows(buffer(op.source), q_row, queries, some, nullptr, count, q_row);
+      if (const int32_t failed = attend(some, attended)) return failed;
       copy_rows(attended, out_row, nullptr, buffer(op.out), queries, count, out_row);
       return 0;
     };
-    const int32_t failed = run(split.absorbed, split.num_absorbed, [&] {
-      const TileCall& lists = (all ? call.plans : call.read_plans)[op.window];
-      return latent.over_slots(tiles(op, lists, split.num_absorbed), plane, q, q_row, attended);
-    });
-    if (failed) return failed;
+    if (split.num_absorbed) {
+      const int32_t failed = run(split.absorbed, split.num_absorbed, [&](const E* q, E* out) {
+        const TileCall& lists = (all ? call.plans : call.read_plans)[op.window];
+        return latent.over_slots(tiles(op, lists, split.num_absorbed), plane, q, q_row, out);
+      });
+      if (failed) return failed;
+    }
     prefold_read_keys(&plane, split.slots, split.keys, latents, call.threads, kBf16);
-    return run(split.expanded, split.num_expanded, [&] {
+    return run(split.expanded, split.num_expanded, [&](const E* q, E* out) {
       const TileCall over = tiles(op, split.tiles, split.num_expanded);
-      return latent.over_rows(over, latents, 0, latents, width, split.keys, q, q_row, attended);
+      return latent.over_rows(over, latents, 0, latents, width, split.keys, q, q_row, out);
     });
   }
 

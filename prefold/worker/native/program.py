@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import Structure, addressof, c_void_p, sizeof
+from ctypes import Array, Structure, addressof, c_void_p, sizeof
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import MappingProxyType
@@ -826,7 +826,7 @@ class NativeProgram:
                 calls[number] = plans[window].lists.call  # type: ignore[union-attr]
         return calls
 
-    def _splits(self, plans: Mapping[int | None, RowPlan] | Mapping[int | None, SlotPlan]) -> Any:
+    def _splits(self, plans: Mapping[int | None, RowPlan] | Mapping[int | None, SlotPlan]) -> Array[LatentSplit] | None:
         """Return the groups of queries by the numbers of windows; None: no plan has groups."""
         calls = (LatentSplit * len(self._windows))()
         found = False
