@@ -244,9 +244,15 @@ quantized safetensors checkpoints are refused.
 
 **Latent attention** (MLA: DeepSeek, GLM-4.7-Flash, Youtu, MiniCPM 3, Mistral Small 4). The KV store holds a latent
 and the rotated end of the key per row. For GLM-4.7-Flash that is 54 KB per token in bfloat16; keys and values of all
-heads would take 0.96 MB. prefold attends in one of two exact ways. Prefill for embeddings, scores, labels and
-decisions computes the keys and values of all heads from the latents once per step. Generation attends in the latent
-space: the key matrices are multiplied into the queries. These models do not run with `tensor_parallel` or in int8.
+heads would take 0.96 MB. prefold attends in one of two exact ways.
+
+- Prefill for embeddings, scores, labels and decisions computes the keys and values of all heads from the latents, once
+  per step.
+- In generation and in the server, the native executor chooses the cheaper way for each query. The rows of a long prompt
+  expand the keys that they share: from about 250 rows per step for GLM-4.7-Flash, from 110 for DeepSeek-V3. Decode rows
+  attend in the latent space: the key matrices are multiplied into the queries. With `invariant`, all rows do.
+
+These models do not run with `tensor_parallel` or in int8.
 GGUF files of DeepSeek V2 and V3, GLM-4.7-Flash and Youtu are supported (`deepseek2`).
 
 ## Checkpoints for embedding and reranking

@@ -299,6 +299,18 @@ class LatentCall(Structure):
     )
 
 
+class LatentSplit(Structure):
+    _fields_ = (
+        ("absorbed", c_void_p),
+        ("expanded", c_void_p),
+        ("slots", c_void_p),
+        ("num_absorbed", c_int64),
+        ("num_expanded", c_int64),
+        ("keys", c_int64),
+        ("tiles", TileCall),
+    )
+
+
 class ConvCall(Structure):
     _fields_ = (
         ("x", c_void_p),
@@ -482,6 +494,8 @@ class ProgramCall(Structure):
         ("unfolded_room", c_void_p),
         ("plans", c_void_p),
         ("read_plans", c_void_p),
+        ("splits", c_void_p),
+        ("read_splits", c_void_p),
         ("numbers", c_void_p),
         ("adapters", c_void_p),
         ("adapted", c_void_p),
@@ -531,6 +545,7 @@ STRUCTURES: tuple[type[Structure], ...] = (
     RanksView,
     ExpertsCall,
     LatentCall,
+    LatentSplit,
     ConvCall,
     ShortConvCall,
     RunLists,
@@ -553,9 +568,11 @@ FUNCTIONS = {
     "prefold_slot_list_sizes": ":pp",
     "prefold_copy_slot_lists": ":pppppppppp",
     "prefold_free_slot_lists": ":p",
+    "prefold_choose_expanded": "i:pppqqqqqqp",
     "prefold_row_attention": "i:pi",
     "prefold_slot_attention": "i:pi",
     "prefold_write_slots": "i:pi",
+    "prefold_read_keys": ":ppqpii",
     "prefold_stores_bf16_pairs": "i:",
     "prefold_has_products": "i:i",
     "prefold_linear_float32": "i:pqppppqqqip",

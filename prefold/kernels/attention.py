@@ -88,6 +88,20 @@ class AttentionKernels(Family):
         )
         return SlotLists(**self._lists("slot", handle, num_queries, placed))
 
+    def choose_expanded(
+        self, count: np.ndarray, first: np.ndarray, last: np.ndarray, num_queries: int, sizes: tuple[int, int, int, int]
+    ) -> np.ndarray:
+        """Return for which queries over slots latent attention expands keys and values, bool [queries].
+
+        The caller must pass contiguous int64 arrays. count, first, last: see `plan_slots`; sizes: rank, tail, dim and
+        value_dim of `LatentCall`. Raise MemoryError if memory is short.
+        """
+        chosen = np.empty(num_queries, bool)
+        addresses = (address(array) for array in (count, first, last))
+        if self._calls["choose_expanded"](*addresses, len(count), num_queries, *sizes, address(chosen)):
+            raise MemoryError("not enough memory for a plan of attention")
+        return chosen
+
     def _lists(
         self, kind: Literal["row", "slot"], handle: int | None, num_queries: int, placed: bool
     ) -> dict[str, Any]:

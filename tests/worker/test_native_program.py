@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from adapters import write_adapter
-from generating import ask, engine_of, generate, tokens_of
+from architectures import PROGRAMS, checkpoint_of
+from generating import ask, engine_of, generate, reference_tokens, tokens_of
 from running import as_request, prompts
 from tiny import FAMILIES, MORE, reference, tiny_checkpoint
 
@@ -193,6 +194,28 @@ def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan
     # With few keys of its own a row has them in the list of its tile, and the plan is made anew; so is a window's.
     times = sum(batch is not None for batch in kept)
     assert times > 20 if family == "llama" else not times
+
+
+def test_keys_of_prompts_are_expanded_while_other_rows_decode(tmp_path):
+    """Steps with both forms of latent attention give the tokens of transformers."""
+    folder = checkpoint_of(tmp_path, "youtu", PROGRAMS["youtu"] | {"kv_lora_rank": 64})
+    rng, groups = np.random.default_rng(0), list[tuple[int, int]]()
+    shared = rng.integers(3, 300, 40).tolist()
+    asked = [rng.integers(3, 300, 5).tolist(), *(shared + rng.integers(3, 300, n).tolist() for n in (60, 9, 30))]
+
+    class Noted(NativeProgram):
+        def greedy(self, batch, store, *given):
+            split = batch.plans[None].split
+            groups.append((len(batch.tokens), 0) if split is None else (len(split.absorbed), len(split.expanded)))
+            return super().greedy(batch, store, *given)
+
+    with LLM(str(folder), dtype="float32") as llm:
+        engine = engine_of(llm, rows=48, slots=400)
+        use(engine.worker, Noted)
+        found = tokens_of(generate(engine, [ask(tokens, max_tokens=12, ignore_eos=True) for tokens in asked]))
+    assert found == reference_tokens(reference(folder), asked, 12)
+    assert any(absorbed and expanded > 20 for absorbed, expanded in groups)
+    assert any(not expanded for _, expanded in groups)
 
 
 def test_memory_is_that_of_the_widest_place_of_a_layer_and_is_used_again(tmp_path):

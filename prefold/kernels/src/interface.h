@@ -155,9 +155,20 @@ extern "C" void prefold_copy_slot_lists(const SlotLists* lists, int64_t* run_off
                                         int64_t* tile_starts, int64_t* own_offsets, OwnRun* own);
 extern "C" void prefold_free_slot_lists(SlotLists* lists);
 
+// Choose the queries over slots for which latent attention expands keys and values (latent_plan.cpp).
+//
+// count, first, last [runs]: see prefold_plan_slots; rank, tail, dim, value_dim: see LatentCall; chosen [queries]: 1
+// for a chosen query, else 0.
+extern "C" int32_t prefold_choose_expanded(const int64_t* count, const int64_t* first, const int64_t* last,
+                                           int64_t runs, int64_t queries, int64_t rank, int64_t tail, int64_t dim,
+                                           int64_t value_dim, uint8_t* chosen);
+
 extern "C" int32_t prefold_row_attention(const RowCall* call, int32_t is_bf16);
 extern "C" int32_t prefold_slot_attention(const SlotCall* call, int32_t is_bf16);
 extern "C" int32_t prefold_write_slots(const WriteCall* call, int32_t is_bf16);
+// Copy the keys in slots [rows] to out [rows, kv_heads, dim].
+extern "C" void prefold_read_keys(const SlotPlane* plane, const int64_t* slots, int64_t rows, void* out,
+                                  int32_t threads, int32_t is_bf16);
 // Return 1 if a store has the bfloat16 numbers of two slots interleaved, because one instruction sums both. Return 0 if
 // it has them one slot after the other.
 extern "C" int32_t prefold_stores_bf16_pairs();
@@ -419,6 +430,15 @@ struct LatentCall {
   int64_t rank, tail, dim, value_dim;
 };
 
+// The two groups of the queries of a step over slots, if latent attention expands keys and values for some queries.
+struct LatentSplit {
+  const int64_t* absorbed;  // [num_absorbed], the absorbed queries, ascending; the step's own lists are theirs
+  const int64_t* expanded;  // [num_expanded], the other queries, ascending
+  const int64_t* slots;     // [keys], the slots of all keys that the expanded queries see
+  int64_t num_absorbed, num_expanded, keys;
+  TileCall tiles;  // the lists of the expanded queries; key i is in slot slots[i]
+};
+
 // The rows that a causal convolution reads. A place below first_row is a column of a state, and a place from first_row
 // on is a row of x. A new state overwrites the state in its memory. Only the rows of the new state may read the old
 // one.
@@ -516,7 +536,7 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 //     null. wide: an earlier kAttend has stored these keys and values.
 // kAttendLatent
 //     out = attention of the queries in source, [heads, dim + tail], over the latents in beside, [rank + tail]. `call`
-//     has the matrices (latent.h).
+//     has the matrices (latent.h). Over slots, a LatentSplit may divide the queries.
 // kPick
 //     Keep only the rows of source that are read. If `beside` is not 0, drop the other rows for the rest of the pass.
 // kEmbed
@@ -650,10 +670,12 @@ struct ProgramCall {
   const int64_t* read_order;           // [picked]: the order in which attention reads the rows that are read
   char* unfolded_room;                 // scratch memory for q, k, v and the result
   const TileCall *plans, *read_plans;  // by window: for all rows, and for the rows that are read
-  const int64_t* numbers;              // [rows]: the adapter of each row, or -1; null: no row has an adapter
-  const LowRank* const* adapters;      // by adapter: a LowRank for each linear
-  RowLow* adapted;                     // scratch memory, [rows]
-  float* low;                          // scratch memory, [rows, most_ranks]
+  // By window, for kAttendLatent over slots. Null, or num_expanded = 0: all queries are absorbed.
+  const LatentSplit *splits, *read_splits;
+  const int64_t* numbers;          // [rows]: the adapter of each row, or -1; null: no row has an adapter
+  const LowRank* const* adapters;  // by adapter: a LowRank for each linear
+  RowLow* adapted;                 // scratch memory, [rows]
+  float* low;                      // scratch memory, [rows, most_ranks]
   int64_t most_ranks;
   RanksView* ranks;  // null: the model is not split
   int64_t none;      // the id of a row whose largest logit is not finite

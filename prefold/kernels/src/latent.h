@@ -3,10 +3,13 @@
 // A plane stores a row's latent c, and the tail of its key, which all heads share. Head h has the key K[h] c, then the
 // tail, and the value V[h] c. There are two exact forms.
 //
-// Over slots, queries are absorbed: q . (K c) = (K^T q) . c. So all heads attend over the latents like the keys of a
-// single KV head, whose values are the latents as well. V is applied after the sum over keys.
+// Absorbed: q . (K c) = (K^T q) . c. So all heads attend over the latents like the keys of a single KV head, whose
+// values are the latents as well. V is applied after the sum over keys.
 //
-// Over the rows of a stream, the keys and values of all heads are expanded once per step.
+// Expanded: the keys and values of all heads are computed once per step, from the latents. Then attention is as usual.
+//
+// Absorbed queries do more work for each key that they see. Expanded queries need work for each key, however few
+// queries see it. In a stream of rows, all queries are expanded. Over slots, the planner chooses (latent_plan.cpp).
 //
 // Heads are processed in groups, so that the scratch memory stays small.
 #pragma once
@@ -25,36 +28,35 @@ namespace prefold {
 template <class E>
 class LatentAttention {
  public:
-  // op: a kAttendLatent; rows: the number of queries.
-  LatentAttention(const ProgramCall& call, const Operation& op, int64_t rows)
-      : call_(call), op_(op), of_(*static_cast<const LatentCall*>(op.call)), rows_(rows) {}
+  // op: a kAttendLatent.
+  LatentAttention(const ProgramCall& call, const Operation& op)
+      : call_(call), op_(op), of_(*static_cast<const LatentCall*>(op.call)) {}
 
-  // Attend over slots into `out`. tiles: the lists of the queries; the other fields are set here.
+  // Attend over slots into `out`, absorbed. tiles: the lists and the number of the queries.
   int32_t over_slots(TileCall tiles, const SlotPlane& plane, const E* q, int64_t q_row, E* out) const {
-    const int64_t numbers = rows_ * (2 * of_.rank + of_.tail + of_.value_dim);
+    const int64_t rows = tiles.queries, numbers = rows * (2 * of_.rank + of_.tail + of_.value_dim);
     return for_groups(numbers, [&](int64_t first, int64_t heads, E* room) {
-      E *absorbed = room, *attended = absorbed + rows_ * heads * width(),
-        *restored = attended + rows_ * heads * of_.rank;
-      int32_t failed = for_heads(first, heads, rows_, [&](int64_t h, int32_t threads) {
+      E *absorbed = room, *attended = absorbed + rows * heads * width(), *restored = attended + rows * heads * of_.rank;
+      int32_t failed = for_heads(first, heads, rows, [&](int64_t h, int32_t threads) {
         return multiply(q + h * query_dim(), q_row, matrix(of_.absorb, of_.absorb_words, h),
-                        absorbed + (h - first) * rows_ * width(), rows_, width(), query_dim(), threads);
+                        absorbed + (h - first) * rows * width(), rows, width(), query_dim(), threads);
       });
       if (failed) return failed;
-      tiles.q = absorbed, tiles.q_row = width(), tiles.q_head = rows_ * width(), tiles.out = attended;
+      tiles.q = absorbed, tiles.q_row = width(), tiles.q_head = rows * width(), tiles.out = attended;
       tiles.heads = heads, tiles.kv_heads = 1, tiles.dim = width(), tiles.value_dim = of_.rank;
       const SlotCall over{tiles, plane};
       if ((failed = prefold_slot_attention(&over, kBf16))) return failed;
-      failed = for_heads(first, heads, rows_, [&](int64_t h, int32_t threads) {
+      failed = for_heads(first, heads, rows, [&](int64_t h, int32_t threads) {
         return multiply(attended + (h - first) * of_.rank, heads * of_.rank, matrix(of_.restore, of_.restore_words, h),
-                        restored + (h - first) * rows_ * of_.value_dim, rows_, of_.value_dim, of_.rank, threads);
+                        restored + (h - first) * rows * of_.value_dim, rows, of_.value_dim, of_.rank, threads);
       });
       if (failed) return failed;
-      put(restored, out, first, heads);
+      put(restored, out, rows, first, heads);
       return 0;
     });
   }
 
-  // Attend over the latents of a path, [path, width], and of the stream's `count` new rows, into `out`.
+  // Attend over the latents of a path, [path, width], and of `count` more rows, into `out`, expanded.
   int32_t over_rows(TileCall tiles, const E* path, int64_t path_rows, const E* rows, int64_t row, int64_t count,
                     const E* q, int64_t q_row, E* out) const {
     const int64_t keys = path_rows + count, size = of_.dim + of_.value_dim;
@@ -144,12 +146,12 @@ class LatentAttention {
   }
 
   // Copy [heads, rows, value_dim] into these heads' columns of out [rows, all heads, value_dim].
-  void put(const E* from, E* out, int64_t first, int64_t heads) const {
+  void put(const E* from, E* out, int64_t rows, int64_t first, int64_t heads) const {
     const int64_t size = of_.value_dim;
-    parallel_ranges(rows_, heads * size, call_.threads, [&](int64_t begin, int64_t stop) {
+    parallel_ranges(rows, heads * size, call_.threads, [&](int64_t begin, int64_t stop) {
       for (int64_t r = begin; r < stop; ++r) {
         for (int64_t h = 0; h < heads; ++h) {
-          std::memcpy(out + (r * op_.heads + first + h) * size, from + (h * rows_ + r) * size, size * sizeof(E));
+          std::memcpy(out + (r * op_.heads + first + h) * size, from + (h * rows + r) * size, size * sizeof(E));
         }
       }
     });
@@ -158,7 +160,6 @@ class LatentAttention {
   const ProgramCall& call_;
   const Operation& op_;
   const LatentCall& of_;
-  const int64_t rows_;
 };
 
 }  // namespace prefold

@@ -556,13 +556,16 @@ struct Pass {
     });
   }
 
-  TileCall tiles(const Operation& op) const {
-    TileCall tiles = (all ? call.plans : call.read_plans)[op.window];
+  TileCall tiles(const Operation& op) const { return tiles(op, (all ? call.plans : call.read_plans)[op.window], rows); }
+
+  // lists: of `queries` queries.
+  TileCall tiles(const Operation& op, const TileCall& lists, int64_t queries) const {
+    TileCall tiles = lists;
     tiles.q = buffer(op.source) + op.at;
     tiles.out = buffer(op.out);
     tiles.q_row = call.widths[op.source];
     tiles.q_head = stride(op);
-    tiles.queries = rows;
+    tiles.queries = queries;
     tiles.heads = op.heads;
     tiles.kv_heads = op.kv_heads;
     tiles.dim = op.dim;
@@ -615,7 +618,7 @@ struct Pass {
   }
 
   int32_t attend_latent(const Operation& op) const {
-    const LatentAttention<E> latent(call, op, rows);
+    const LatentAttention<E> latent(call, op);
     const int64_t width = latent.width(), q_row = call.widths[op.source], latent_row = call.widths[op.beside];
     const E *q = buffer(op.source), *fresh = buffer(op.beside);
     if (call.slots) {
@@ -623,6 +626,8 @@ struct Pass {
       const WriteCall write{plane, call.slots, fresh, fresh,     latent_row,
                             width, latent_row, width, call.rows, call.threads};
       if (const int32_t failed = prefold_write_slots(&write, kBf16)) return failed;
+      const LatentSplit* splits = all ? call.splits : call.read_splits;
+      if (splits && splits[op.window].num_expanded) return attend_split(op, latent, splits[op.window], plane);
       return latent.over_slots(tiles(op), plane, q, q_row, buffer(op.out));
     }
     const PathPlane& path = call.paths[op.plane];
@@ -647,6 +652,36 @@ struct Pass {
     fold(attended, buffer(op.out), call.widths[op.out]);
     carry(path.next_keys, path.keys, latents, width, width);
     return 0;
+  }
+
+  // Attend over slots with absorbed and expanded queries. A group that does not have all rows is copied to attend.
+  int32_t attend_split(const Operation& op, const LatentAttention<E>& latent, const LatentSplit& split,
+                       const SlotPlane& plane) const {
+    static thread_local Workspace workspace;
+    const int64_t q_row = call.widths[op.source], out_row = call.widths[op.out], width = latent.width();
+    const int64_t copied = split.num_absorbed ? std::max(split.num_absorbed, split.num_expanded) : 0;
+    const int64_t numbers = split.keys * width + copied * (q_row + out_row);
+    auto* latents = static_cast<E*>(workspace.reserve(numbers * sizeof(E)));
+    E *some = latents + split.keys * width, *attended = some + copied * q_row;
+    const auto run = [&](const int64_t* queries, int64_t count, auto&& attend) -> int32_t {
+      if (!copied) return attend(buffer(op.source), buffer(op.out));
+      copy_rows(buffer(op.source), q_row, queries, some, nullptr, count, q_row);
+      if (const int32_t failed = attend(some, attended)) return failed;
+      copy_rows(attended, out_row, nullptr, buffer(op.out), queries, count, out_row);
+      return 0;
+    };
+    if (split.num_absorbed) {
+      const int32_t failed = run(split.absorbed, split.num_absorbed, [&](const E* q, E* out) {
+        const TileCall& lists = (all ? call.plans : call.read_plans)[op.window];
+        return latent.over_slots(tiles(op, lists, split.num_absorbed), plane, q, q_row, out);
+      });
+      if (failed) return failed;
+    }
+    prefold_read_keys(&plane, split.slots, split.keys, latents, call.threads, kBf16);
+    return run(split.expanded, split.num_expanded, [&](const E* q, E* out) {
+      const TileCall over = tiles(op, split.tiles, split.num_expanded);
+      return latent.over_rows(over, latents, 0, latents, width, split.keys, q, q_row, out);
+    });
   }
 
   // Copy `count` rows of `parts * width` numbers. Row i comes from row from[i] of `source` (null: row i), and goes to

@@ -1,5 +1,5 @@
 // Writes rows into the slots of a KV store, in the layout that the attention kernel reads. So a step that attends over
-// many keys and adds a few packs only these few.
+// many keys and adds a few packs only these few. Keys can be read back.
 #include "attention.h"
 #include "formats.h"
 #include "interface.h"
@@ -45,7 +45,35 @@ void write(const WriteCall& call) {
   });
 }
 
+template <class Format>
+void read_keys(const SlotPlane& plane, const int64_t* slots, int64_t rows, typename Format::Element* out,
+               int32_t threads) {
+  using Stored = std::conditional_t<std::is_same_v<typename Format::Kept, float>, float, Bf16>;
+  const Packed<Format> packed = prefold::packed<Format>(plane);
+  parallel_ranges(rows, 2 * plane.kv_heads * plane.dim, threads, [&](int64_t begin, int64_t stop) {
+    for (int64_t row = begin; row < stop; ++row) {
+      for (int64_t head = 0; head < plane.kv_heads; ++head) {
+        const auto* pair = packed.keys + (head * packed.pairs + slots[row] / 2) * packed.key_size;
+        const auto* key = reinterpret_cast<const Stored*>(pair + (slots[row] & 1) * packed.key_size / 2);
+        auto* to = out + (row * plane.kv_heads + head) * plane.dim;
+        for (int64_t d = 0; d < plane.dim; d += kLanes) store_some(to + d, load(key + d), plane.dim - d);
+      }
+    }
+  });
+}
+
 }  // namespace
+extern "C" void prefold_read_keys(const SlotPlane* plane, const int64_t* slots, int64_t rows, void* out,
+                                  int32_t threads, int32_t is_bf16) {
+  if (is_bf16) {
+    read_keys<InBf16Slots>(*plane, slots, rows, static_cast<Bf16*>(out), threads);
+  } else if (plane->rounded) {
+    read_keys<InFloat32<float, Bf16>>(*plane, slots, rows, static_cast<float*>(out), threads);
+  } else {
+    read_keys<InFloat32<float>>(*plane, slots, rows, static_cast<float*>(out), threads);
+  }
+}
+
 extern "C" int32_t prefold_write_slots(const WriteCall* call, int32_t is_bf16) {
   for (int64_t i = 0; i < call->rows; ++i) {
     if (call->slots[i] < 0 || call->slots[i] >= call->plane.slots) return kNoSlot;

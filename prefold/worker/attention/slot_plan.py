@@ -6,12 +6,13 @@ The last part of the file builds the tile lists of the Triton kernels. Imports o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ... import kernels
 from ...engine.schedule.steps import SlotStep
+from ...model.config import Latent
 from .plan import Plan, window_positions
 
 MAX_SLOTS = 2**31 - 1
@@ -30,6 +31,37 @@ class KeyRuns:
     def __len__(self) -> int:
         return len(self.start)
 
+    def of_queries(self, queries: np.ndarray) -> KeyRuns:
+        """Return the runs that some of these queries see, which are numbered from 0. queries: ascending."""
+        first, last = np.searchsorted(queries, self.first), np.searchsorted(queries, self.last)
+        seen = last > first
+        return KeyRuns(*(part[seen] for part in (self.start, self.count, self.position, first, last)))
+
+    def slots(self) -> np.ndarray:
+        """Return the slot of each key, int64, one run after the other."""
+        starts = self.count.cumsum() - self.count
+        return np.repeat(self.start - starts, self.count) + np.arange(self.count.sum())
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the arrays in the order of the fields."""
+        return self.start, self.count, self.position, self.first, self.last
+
+
+@dataclass(frozen=True, slots=True)
+class SplitQueries:
+    """The queries of a plan in two groups, because latent attention expands the keys and values of one group.
+
+    absorbed, expanded  the queries of each group, int64, ascending
+    slots               the slots of the keys that the expanded queries see, int64 [keys]
+    lists               of the expanded queries, over these keys
+    """
+
+    absorbed: np.ndarray
+    expanded: np.ndarray
+    slots: np.ndarray
+    lists: kernels.SlotLists
+
 
 @dataclass(frozen=True)
 class SlotPlan(Plan):
@@ -41,6 +73,7 @@ class SlotPlan(Plan):
     window: int | None  # a key must be fewer than this many positions before the query; None: no limit
     slots_needed: int  # one more than the last slot of any run
     lists: kernels.SlotLists | None = None  # the lists that the compiled kernel reads, or None
+    split: SplitQueries | None = None  # two groups of queries; `lists` has the absorbed ones. None: one group
 
     def can_grow(self, slots: np.ndarray) -> bool:
         """Return True if the next step can reuse the plan by making each query's last run one key longer.
@@ -50,7 +83,7 @@ class SlotPlan(Plan):
         Args:
             slots: int64 [queries], the slot of each query's new key.
         """
-        if self.lists is None or self.window is not None or not len(self.lists.own):
+        if self.lists is None or self.split is not None or self.window is not None or not len(self.lists.own):
             return False
         return bool((self.lists.own[self.lists.own_offsets[1:] - 1].sum(1) == slots).all())
 
@@ -64,6 +97,7 @@ def plan_slots(
     group: int = 1,
     compiled: bool = True,
     invariant: bool = False,
+    latent: Latent | None = None,
 ) -> SlotPlan:
     """Return the plan for attention of queries 0 to num_queries - 1 over the keys of `runs`.
 
@@ -75,15 +109,14 @@ def plan_slots(
         group: Query heads per KV head. A hint for speed: any number gives a correct plan.
         compiled: Make the lists that the compiled CPU kernel reads.
         invariant: As in ModelConfig, for the compiled kernel.
+        latent: Sizes of latent attention, for the compiled kernel: some queries may be expanded. None: all queries are
+            absorbed, or attention is not latent. With `invariant` or a window, all queries are absorbed.
 
     Raises:
         ValueError: An array breaks these rules.
     """
-    arrays = tuple(
-        np.ascontiguousarray(a, dtype=np.int64) for a in (runs.start, runs.count, runs.position, runs.first, runs.last)
-    )
-    runs = KeyRuns(*arrays)
-    if any(a.shape != (len(runs),) for a in arrays):
+    runs = KeyRuns(*(np.ascontiguousarray(array, dtype=np.int64) for array in runs.arrays))
+    if any(array.shape != (len(runs),) for array in runs.arrays):
         raise ValueError("the arrays of the runs differ in length; pass one number per run in each array")
     query_positions = window_positions(window, query_positions, num_queries)
     wrong = (runs.count < 1) | (runs.start < 0) | (runs.first < 0) | (runs.last <= runs.first)
@@ -96,10 +129,29 @@ def plan_slots(
     if not (seen_by_query(runs, num_queries) > 0).all():
         raise ValueError("a query sees no key; pass each row's own key as a run of one")
     library = kernels.load() if compiled else None
-    lists = None
+    lists = split = None
     if library is not None:
-        lists = library.plan_slots(arrays, num_queries, query_positions, window, group, placed=invariant)
-    return SlotPlan(runs, num_queries, query_positions, window, slots_needed, lists)
+        own, own_queries = runs, num_queries
+        if latent is not None and window is None and not invariant:
+            split = _split(library, runs, num_queries, latent)
+        if split is not None:
+            own, own_queries = runs.of_queries(split.absorbed), len(split.absorbed)
+        lists = library.plan_slots(own.arrays, own_queries, query_positions, window, group, placed=invariant)
+    return SlotPlan(runs, num_queries, query_positions, window, slots_needed, lists, split)
+
+
+def _split(library: kernels.Kernels, runs: KeyRuns, num_queries: int, latent: Latent) -> SplitQueries | None:
+    """Return the groups of the queries; None: all queries are absorbed."""
+    sizes = (latent.rank, latent.tail, latent.dim, latent.value_dim)
+    chosen = library.choose_expanded(runs.count, runs.first, runs.last, num_queries, sizes)
+    if not chosen.any():
+        return None
+    absorbed, expanded = np.flatnonzero(~chosen), np.flatnonzero(chosen)
+    runs = runs.of_queries(expanded)
+    slots = runs.slots()
+    numbered = replace(runs, start=runs.count.cumsum() - runs.count)  # the keys, one run after the other
+    lists = library.plan_slots(numbered.arrays, len(expanded), None, None, 1)
+    return SplitQueries(absorbed, expanded, slots, lists)
 
 
 def runs_by_window(
@@ -129,12 +181,8 @@ def runs_of(step: SlotStep, queries: np.ndarray | None = None, has_spans: bool =
     first, last, positions = step.run_first, step.run_last, step.positions.astype(np.int64)
     if not has_spans:
         first = np.maximum(first, _own_queries(step))
-    reads: slice | np.ndarray = slice(None)
-    if queries is not None:
-        first, last, positions = np.searchsorted(queries, first), np.searchsorted(queries, last), positions[queries]
-        reads = last > first
-    runs = KeyRuns(*(array[reads] for array in (step.run_start, step.run_count, step.run_position, first, last)))
-    return runs, positions
+    runs = KeyRuns(step.run_start, step.run_count, step.run_position, first, last)
+    return (runs, positions) if queries is None else (runs.of_queries(queries), positions[queries])
 
 
 def _own_queries(step: SlotStep) -> np.ndarray:

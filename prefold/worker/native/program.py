@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import Structure, addressof, c_void_p, sizeof
+from ctypes import Array, Structure, addressof, c_void_p, sizeof
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import MappingProxyType
@@ -15,7 +15,16 @@ from ... import kernels
 from ...engine.schedule.steps import NOT_FINITE, SlotStep
 from ...errors import UnsupportedModelError
 from ...kernels import LANES, Activation, Kind, PathPlane, ProgramCall, SlotPlane, TileCall
-from ...kernels.abi import ConvCall, DeltaCall, ExpertsCall, LatentCall, MambaCall, RouterScore, ShortConvCall
+from ...kernels.abi import (
+    ConvCall,
+    DeltaCall,
+    ExpertsCall,
+    LatentCall,
+    LatentSplit,
+    MambaCall,
+    RouterScore,
+    ShortConvCall,
+)
 from ...kernels.abi import Operation as CompiledOperation
 from ...kernels.threads import threads
 from ...model.adapters import AdapterArrays
@@ -824,6 +833,7 @@ class NativeProgram:
         if x is not None:
             buffers[self._number[X]], skipped = x.ctypes.data, int(self._part.embeds)
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
+        splits, read_splits = self._splits(batch.plans), self._splits(batch.read_plans)
         call = ProgramCall(
             operations=addressof(self._array) + skipped * sizeof(CompiledOperation),
             count=len(self._array) - skipped, buffers=buffers.ctypes.data, widths=self._widths.ctypes.data, rows=rows,
@@ -833,10 +843,12 @@ class NativeProgram:
             dims=self._dims.ctypes.data, angles=self._angles,
             scale=model.config.scale, cap=model.config.attention_cap or 0,
             plans=addressof(plans), read_plans=addressof(read_plans), is_bf16=model.dtype.itemsize == 2,
+            splits=None if splits is None else addressof(splits),
+            read_splits=None if read_splits is None else addressof(read_splits),
             ranks=None if model.view is None else addressof(model.view), **call_fields,
         )  # fmt: skip
         adapted = None if batch.adapters is None else self._adapters.adapt(call, batch.adapters)
-        return PreparedStep(batch, call, buffers, last, (x, plans, read_plans, adapted))
+        return PreparedStep(batch, call, buffers, last, (x, plans, read_plans, splits, read_splits, adapted))
 
     def _calls(self, plans: Mapping[int | None, RowPlan] | Mapping[int | None, SlotPlan]) -> Any:
         """Return one TileCall per sliding window. A window without a plan gets zero queries."""
@@ -845,6 +857,20 @@ class NativeProgram:
             if window in plans:
                 calls[number] = plans[window].lists.call  # type: ignore[union-attr]
         return calls
+
+    def _splits(self, plans: Mapping[int | None, RowPlan] | Mapping[int | None, SlotPlan]) -> Array[LatentSplit] | None:
+        """Return the groups of queries by the numbers of windows; None: no plan has groups."""
+        calls = (LatentSplit * len(self._windows))()
+        found = False
+        for number, window in enumerate(self._windows):
+            plan = plans.get(window)
+            if isinstance(plan, SlotPlan) and (split := plan.split) is not None:
+                found, (absorbed, expanded, slots) = True, (split.absorbed, split.expanded, split.slots)
+                calls[number] = LatentSplit(
+                    absorbed.ctypes.data, expanded.ctypes.data, slots.ctypes.data, len(absorbed), len(expanded),
+                    len(slots), split.lists.call,
+                )  # fmt: skip
+        return calls if found else None
 
     def _cover(self, last: int) -> None:
         """Extend the tables of rotary positions to position `last`."""

@@ -152,9 +152,11 @@ def slot_plans(
     Args:
         queries: Querying rows, ascending; None: all.
     """
-    groups, invariant = config.group_of, config.invariant
+    groups, invariant, latent = config.group_of, config.invariant, config.latent
     return {
-        window: plan_slots(runs, len(positions), positions, window, group=groups[window], invariant=invariant)
+        window: plan_slots(
+            runs, len(positions), positions, window, group=groups[window], invariant=invariant, latent=latent
+        )
         for window, (runs, positions) in runs_by_window(step, windows, queries, config.has_spans).items()
     }
 
