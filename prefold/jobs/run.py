@@ -63,15 +63,14 @@ class Flow:
             engine: The engine.
             batch: The requests.
             see: Called with each window when the engine takes it.
-            stopping: Called after every step and every result. If it returns True, no more lines are written.
+            stopping: Called after every step. If it returns True, no more steps start; the results of the steps that ran
+                are written.
             run: As in `results_of`.
         """
         task = self.job.tasks[batch.task]
         with closing(self._results(engine, task, batch, see, stopping=stopping, **run)) as results:
             for tag, result in results:
                 self._take(task, tag, result)
-                if stopping():
-                    return False
         return not stopping()  # the engine may have stopped because of it
 
     def _take(self, task: Task, tag: bytes, result: Answer) -> None:
@@ -425,7 +424,7 @@ class _Run:
             if not waits:
                 self.ending = now
                 raise KeyboardInterrupt
-            self.progress.note("stopping after this step (press again to stop at once)")
+            self.progress.note("stopping after this step (press again to discard the step)")
 
         names = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
         # A signal that is ignored already (SIGHUP under nohup) stays ignored.

@@ -222,7 +222,8 @@ def test_interrupted_generation_resumes(tmp_path):
     llm = fake_llm(before=interrupt)
     with pytest.raises(Interrupted):
         run_job(generate_job(source, out, llm=llm), Progress())
-    assert llm.engine.closed == 1 and 39 <= len(read_lines(out)) <= 41
+    assert llm.engine.closed == 1 and 40 <= len(calls) < 100
+    assert len(read_lines(out)) == len(calls)  # all that the running step gave
     run_job(generate_job(source, out), Progress())
     run_job(generate_job(source, tmp_path / "whole.jsonl"), Progress())
     key = lambda line: line["record"]  # noqa: E731
@@ -282,7 +283,8 @@ def test_interrupted_it_writes_what_is_done_and_resumes(tmp_path):
         run_job(table_job(source, out, llm=llm, window=400), Progress())
     assert signal.getsignal(signal.SIGINT) is before
     assert llm.engine.closed == 1
-    assert 39 <= len(read_lines(out)) <= 45
+    assert 40 <= len(calls) < 100
+    assert len(calls) <= len(read_lines(out)) <= len(calls) + 4  # all that the running step gave
     job = table_job(source, out)
     # Records that repeat one of these have its answer.
     assert len(calls) <= run_job(job, Progress()).resumed == 100 - job.tasks["embed"].prepared <= len(calls) + 4
@@ -302,7 +304,7 @@ def test_what_was_done_before_an_engine_fails_is_kept(tmp_path):
     with pytest.raises(RuntimeError, match="the device is gone"):
         run_job(table_job(source, out, llm=fake_llm(before=fail)), Progress())
     done = len(read_lines(out))
-    assert 39 <= done <= 43  # records that repeat an answered one have its answer
+    assert 33 <= done <= 37  # the steps before; records that repeat an answered one have its answer
     assert run_job(table_job(source, out), Progress()).resumed == done
     check_complete(source, out)
 

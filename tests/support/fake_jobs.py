@@ -102,7 +102,7 @@ class Step:
 
 
 class FakeEngine:
-    """Yields each request's digest, a window at a time in three groups; `before` is called with every request."""
+    """Yields each request's digest, a window at a time in three steps; `before` is called with every request."""
 
     def __init__(self, sharing: str = "full", before: Any = None):
         self.facts = EngineFacts(sharing, max_rows=4096)  # type: ignore[arg-type]
@@ -139,7 +139,9 @@ class FakeEngine:
             windows = watched(live, source.see)
         try:
             for window in filter(None, windows):
-                for i, (tag, result) in enumerate(self._window(window, on_step)):
+                if stopping is not None and stopping():
+                    return
+                for i, (tag, result) in enumerate(self._window(window, on_step, stopping)):
                     if live is not None:
                         live.num_answered += 1
                     if readout.kind != "tokens":
@@ -156,13 +158,13 @@ class FakeEngine:
         finally:
             self.closed += 1
 
-    def _window(self, window: Any, on_step: Any) -> Iterator[tuple[bytes, Result]]:
+    def _window(self, window: Any, on_step: Any, stopping: Any) -> Iterator[tuple[bytes, Result]]:
         count = len(window.tags)
         self.stats.tokens += len(window.tokens)
         self.stats.requests += count
         self.stats.unique_tokens += window.unique_tokens
         for group in np.array_split(np.arange(count), 3):
-            if not len(group):
+            if not len(group) or (stopping is not None and stopping()):
                 continue
             tokens = int(window.offsets[group[-1] + 1] - window.offsets[group[0]])
             rows = window.unique_tokens * len(group) // count
@@ -170,11 +172,13 @@ class FakeEngine:
             self.stats.steps += 1
             if on_step:
                 on_step(Step(rows, 1, len(group), tokens, self.stats.steps * 0.5, 0.4))
+            done = []  # a step gives all its results at once
             for i in group:
                 if self.before:
                     self.before(i)
                 text = window.tokens[window.offsets[i] : window.offsets[i + 1]].astype(np.uint8).tobytes()
-                yield window.tags[i], Result(np.array([digest(text), 0.5], np.float32))
+                done.append((window.tags[i], Result(np.array([digest(text), 0.5], np.float32))))
+            yield from done
 
 
 def fake_llm(**options: Any) -> Any:
