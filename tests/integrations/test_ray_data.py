@@ -101,7 +101,7 @@ def test_what_is_asked_wrongly(model):
         PrefoldBatches("rank", "text", model=model)
     with pytest.raises(InputError, match="no column 'text'"):
         run("embed", model, {"id": np.arange(2)})
-    with pytest.raises(InputError, match="column 'error' already"):
+    with pytest.raises(InputError, match="has a column 'error'"):
         run("embed", model, {"text": np.array(["a"], object), "error": np.arange(1)})
 
 

@@ -59,7 +59,7 @@ def test_a_slot_takes_half_of_the_memory(folder):
     for kv_dtype in ("auto", "bfloat16"):
         with LLM(folder, dtype="float32", device="cpu", kv_dtype=kv_dtype) as llm:
             sizes.append(llm.engine.worker.facts.slot_bytes)
-            assert ("kv_dtype" in llm.identity) == ("kept in bfloat16" in llm.passes) == (kv_dtype != "auto")
+            assert ("kv_dtype" in llm.identity) == ("K/V in bfloat16" in llm.passes) == (kv_dtype != "auto")
     assert sizes[1] < 0.6 * sizes[0]
 
 

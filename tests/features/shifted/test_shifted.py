@@ -326,6 +326,6 @@ def test_settings_out_of_range(options, match):
 
 
 def test_chunks_are_no_shorter_than_prefixes():
-    with pytest.raises(InputError, match="prefixes of 20"):
+    with pytest.raises(InputError, match="min_overlap is 20"):
         CacheOptions(min_overlap=20, shifted=ShiftedReuse(min_tokens=19))
     GenerateOptions(cache=CacheOptions(min_overlap=20, shifted=ShiftedReuse(min_tokens=20)))
