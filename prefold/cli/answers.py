@@ -42,11 +42,14 @@ def answer(
         files: Names of files whose whole text is one more text.
         piped: The lines of standard input, if they are already read.
     """
+    from ..cluster.backends import backend_for
+
     for option in job_flags(spec)[:1]:
+        if option == "--tokenizer":
+            backend_for(spec)  # raises an error that names the kinds of jobs
         raise SpecError(f"{option} is for jobs; give an input file, or leave it out")
     if task != "generate":
         spec.check_conversations("give a file of them with --messages COLUMN, or leave it out")
-    from ..cluster.backends import backend_for
     from ..jobs.models import LazyTasks, check_tokenizer, load_llm, open_model, uses_chat
     from ..jobs.record import dumps
     from ..tasks.run import calibrated, checked, finish_items, run_works

@@ -88,7 +88,7 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
 
     Args:
         stored: Format of the weights; "": unknown.
-        in_bytes: Whether prompts are counted in bytes. Rows are tokens, so the saved share is then left out.
+        in_bytes: Whether prompts are counted in bytes. Rows are tokens of the model, so their counts are then left out.
     """
     from ..jobs.report.progress import format_seconds
 
@@ -110,7 +110,8 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
         of = f", of the {summary.computed:,} records of this run" if summary.resumed else ""
         name = "bytes " if in_bytes else "tokens"
         # If all requests fail, no row is computed, and nothing is saved.
-        saved = f" ({stats.saved:.1%} saved)" if stats.rows_computed and not in_bytes else ""
+        saved = f" ({stats.saved:.1%} saved)" if stats.rows_computed else ""
+        outputs = " (generated texts count in tokens)" if outputs and in_bytes else outputs
         lines.append(f"  {name}    {stats.tokens:,} in {_count(stats.requests, 'prompt')}{outputs}{of}")
         lines[-1] += ", because the model's tokenizer is not here (--tokenizer)" if in_bytes else ""
         rows = f"  rows      {stats.rows_computed:,} computed{saved}"
@@ -118,7 +119,7 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
         if stats.unique_tokens:  # not counted by servers and vLLM
             rows += f"; {stats.unique_tokens:,} unique tokens"
             rows += f", {summary.excess:,} rows more than that" if summary.excess else ""
-        lines.append(rows)
+        lines += [] if in_bytes else [rows]
         lines += _counter_lines(stats)
         if stats.generation is not None:
             lines += _generation_lines(stats.generation, summary)
@@ -132,9 +133,9 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
             parts += f", {compiling:.1f} s compiling kernels for the GPU (they are kept)"
         lines.append(
             f"  seconds   {format_seconds(summary.seconds)}, {parts}; "
-            f"{summary.computed / max(computing, 1e-9):,.1f} records/s, "
-            f"{stats.rows_computed / max(computing, 1e-9):,.0f} rows/s"
+            f"{summary.computed / max(computing, 1e-9):,.1f} records/s"
         )
+        lines[-1] += "" if in_bytes else f", {stats.rows_computed / max(computing, 1e-9):,.0f} rows/s"
         if summary.replicas:
             lines.append(f"  replicas  {summary.replicas}")
         if summary.dtype:
@@ -145,7 +146,8 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
     if summary.conclusion is not None:
         lines += summary.conclusion.lines()
     for model, count in getattr(adapter, "other_models", {}).items():
-        lines.append(f"  model     {count:,} requests asked for {model!r}; {spec.model_name} answered them")
+        answered = f"{spec.model_name} answered {'it' if count == 1 else 'them'}"
+        lines.append(f"  model     {_count(count, 'request')} asked for {model!r}; {answered}")
     return lines
 
 

@@ -132,8 +132,9 @@ def backend_for(spec: JobSpec) -> Backend:
             raise SpecError(message, field=option)
     for option in ("backend_option", "tokenizer"):
         if getattr(fleet, option) and option not in backend.takes:
-            takes = [_asking_for(name) for name in backend_names() if option in backend_named(name).takes]
-            raise SpecError(f"--{option.replace('_', '-')} needs {', or '.join(takes)}", field=option)
+            takes = [name for name in backend_names() if option in backend_named(name).takes]
+            jobs = " or ".join("on servers (--url)" if name == "url" else f"with {_asking_for(name)}" for name in takes)
+            raise SpecError(f"--{option.replace('_', '-')} is for jobs {jobs}", field=option)
     if fleet.replicas and not on_ray:
         raise SpecError("--replicas needs --ray", field="replicas")
     if fleet.ray and Path(fleet.ray).exists():

@@ -92,14 +92,18 @@ class Fleet:
         return len(self.ready)
 
     def _in_words(self) -> str:
-        words = f"{self.num_ready} of {len(self.replicas.names)} at the end"
-        words += f", work was redistributed {self.steals:,} times" if self.steals else ""
-        words += f"; {self.losses:,} were lost, {self.num_moved:,} prompts went to others" if self.losses else ""
-        if self.estimated:
-            number = "all" if len(self.estimated) == len(self.replicas.names) else f"{len(self.estimated)}"
-            words += f"; the caches of {number} were estimated"
+        num_replicas = len(self.replicas.names)
+        words = f"{self.num_ready} of {num_replicas} at the end"
+        words += f", work was redistributed {_count(self.steals, 'time')}" if self.steals else ""
+        if self.losses:
+            lost = f"{self.losses:,} {'was' if self.losses == 1 else 'were'} lost"
+            words += f"; {lost}, {_count(self.num_moved, 'prompt')} went to others"
+        if num_estimated := len(self.estimated):
+            caches = "its cache" if num_replicas == 1 else _count(num_estimated, "cache")
+            caches = "all caches" if 1 < num_replicas == num_estimated else caches
+            words += f"; {caches} {'was' if num_estimated == 1 else 'were'} estimated"
         words += "; unique tokens are the sum over replicas" if self.counted_apart else ""
-        words += f"; cache events were missing {self.re_reported:,} times" if self.re_reported else ""
+        words += f"; cache events were missing {_count(self.re_reported, 'time')}" if self.re_reported else ""
         return words
 
     def count(self, **counts: int) -> None:
@@ -222,12 +226,15 @@ class Fleet:
     def leave(self, name: str, reason: str, *, returns: bool, died: bool = True) -> None:
         """Record that a replica is gone. It counts as lost if it has died or does not come back."""
         is_back = returns and not died
-        self.losses += self.ready.pop(name, None) is not None and not is_back
+        facts = self.ready.pop(name, None)
+        self.losses += facts is not None and not is_back
         if is_back:
             self.notify(f"{name} runs, but messages to or from it were lost: {reason}; its requests are sent again")
         elif self._absent_reasons.get(name) != reason:
-            note = "; it is restarted" if returns else ""
-            self.notify(f"{name} is lost: {reason}{note}")
+            is_server = facts is not None and facts.is_server
+            # prefold restarts its own replicas. It only connects to a server again, which the user must restart.
+            note = f"it is tried again for {self.patience:.0f} s" if is_server else "it is restarted"
+            self.notify(f"{name} is lost: {reason}; {note}" if returns else f"{name} is lost: {reason}")
         if not returns:
             self._absent_reasons[name] = reason
 
@@ -553,6 +560,10 @@ class FleetRun:
         if stats.generation is not None:
             lost_tokens = max(0, work.drawn_tokens - work.kept_tokens)
             stats.generation += GenerationStats(recomputed_rows=unanswered_rows, generated_tokens=-lost_tokens)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _output_rows(sample: Generated) -> int:

@@ -297,6 +297,8 @@ class AsyncHost(Host):
     # ------------------------------------------------------------------------------------------ in the thread
 
     async def _leave(self) -> None:
+        self._call = None  # else the end of each cancelled task starts a waiting request, and nothing ends that task
+        self._waiting.clear()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -117,7 +117,7 @@ def test_an_openai_batch(prefold, tmp_path, lines, llm):
     write(tmp_path / "in.jsonl", records)
     done = prefold("run", "in.jsonl", "-o", "out.jsonl", "--dtype", "float32")
     assert done.exit_code == 3
-    assert "5 records failed" in done.stderr and "asked for 'gpt'" in done.stderr
+    assert "5 records failed" in done.stderr and "  model     1 request asked for 'gpt'; " in done.stderr
     got = lines("out.jsonl")
     assert sorted(str(g["custom_id"]) for g in got) == ["None", "c1", "c1", "c2", "c3", "c4", "c5", "c6"]
     ok = {g["custom_id"]: g["response"]["body"] for g in got if g["response"] and g["response"]["status_code"] == 200}
@@ -258,6 +258,7 @@ def test_what_is_said_of_a_resumed_job_is_of_this_run(prefold, tmp_path):
         (["classify", "in.jsonl", "--labels", "a,b", "--labels-file", "x"], 2, "exclude each other"),
         (["embed", "text one", "text two", "-o", "x.jsonl"], 2, "--output is for jobs"),
         (["rerank", "only a query"], 2, "no such file"),
+        (["generate", "hi", "--tokenizer", "m"], 2, "is for jobs on servers (--url) or with --backend vllm"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(prefold, tmp_path, arguments, code, says):

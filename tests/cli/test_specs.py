@@ -86,7 +86,7 @@ def test_a_spec_is_frozen_and_has_its_defaults_without_a_command_line():
     [
         ({"replicas": 2}, "replicas", "--replicas needs --ray"),
         ({"url": ("http://x",), "ray": ""}, "ray", "--ray and --url exclude each other"),
-        ({"tokenizer": "x"}, "tokenizer", "--tokenizer needs --url, or --backend vllm"),
+        ({"tokenizer": "x"}, "tokenizer", r"--tokenizer is for jobs on servers \(--url\) or with --backend vllm"),
         ({"backend": "vllm", "backend_option": ("block_size",)}, "backend_option", "NAME=VALUE"),
     ],
 )

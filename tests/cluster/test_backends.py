@@ -59,9 +59,9 @@ def test_a_plugin_adds_a_backend(mirror, tmp_path):
     refused = mirror("--plugin", "a_mirror.py", "--backend", "mirror", "--adapter", "fr=.")
     assert refused.exit_code == 2 and "a mirror has no --adapter" in refused.stderr
     other = mirror("--plugin", "a_mirror.py", "--backend", "mirror", "--tokenizer", "x")
-    assert "--tokenizer needs --url, or --backend vllm" in other.stderr and "mirror" not in other.stderr
+    assert "is for jobs on servers (--url) or with --backend vllm" in other.stderr and "mirror" not in other.stderr
     more = mirror("--plugin", "a_mirror.py", "--backend-option", "times=2")
-    assert "--backend-option needs --backend vllm, or --backend mirror" in more.stderr
+    assert "--backend-option is for jobs with --backend vllm or with --backend mirror" in more.stderr
 
 
 @pytest.mark.parametrize("tokenizer", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -24,7 +25,7 @@ from prefold.cli import main
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.http_bodies import embedding_bodies, generation_body, is_of_bytes, logprob_bodies, remote_model
 from prefold.cluster.http_host import HttpReplicas
-from prefold.cluster.replicas import requests_of
+from prefold.cluster.replicas import AsyncHost, RunCall, requests_of
 from prefold.errors import CheckpointError, InputError
 from prefold.spec.requests import Exits, Grammar, Readout, Request, Sampling
 from prefold.trie import Spool
@@ -212,7 +213,7 @@ def test_embeddings(table, tei):
     assert ("error" in found[5]) == (not tei) and "error" in found[3]
     assert {path for path, _ in server.requests} == ({"/embed", "/v1/embeddings"} if tei else {"/v1/embeddings"})
     assert len(server.requests) < NUM and "replicas  1 of 1" in said
-    assert "  bytes " in said and "tokenizer is not here" in said and "% saved" not in said
+    assert "  bytes " in said and "tokenizer is not here" in said and "  rows " not in said and "rows/s" not in said
     assert not [wrong for wrong in ("random weights", " 0 unique tokens", " 0 steps", "0 bytes") if wrong in said], said
 
 
@@ -281,7 +282,33 @@ def test_a_server_that_goes_away_loses_nothing(table):
         goes.fault = fault
         said = run("--raw", "--url", stays.url, "--url", goes.url)
     assert_answered(output())
-    assert "is lost: it cannot be reached" in said
+    assert "is lost: it cannot be reached" in said and "; it is tried again for 300 s" in said
+    assert "it is restarted" not in said, "prefold does not start servers"
+    assert "1 of 2 at the end" in said and "1 was lost" in said
+
+
+def test_requests_that_wait_are_not_sent_while_a_host_ends():
+    begun = []
+
+    class Slow(AsyncHost):
+        def _refusal(self, call):
+            return ""
+
+        def _num_to_ask(self, call):
+            return len(self._tasks) < 2
+
+        async def _ask(self, call, requests):
+            begun.append(requests)
+            await asyncio.sleep(600)
+
+    host = Slow("slow")
+    host.begin(RunCall(Readout("tokens")))
+    host._loop.call_soon_threadsafe(host._give, [(1, place, None) for place in range(8)])
+    deadline = time.monotonic() + 60
+    while len(begun) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    host.close()
+    assert len(begun) == 2 and not host._tasks and not asyncio.all_tasks(host._loop)
 
 
 def test_what_stops_a_job_at_once(table, monkeypatch):
@@ -303,7 +330,7 @@ def test_bad_options(table):
     assert "exclude each other" in run("--url", "http://localhost:1", "--ray", code=2)
     assert "write --ray after it" in run("--ray", "in.jsonl", code=2)
     assert "--replicas needs --ray" in run("--replicas", "2", code=2)
-    assert "--tokenizer needs --url" in run("--tokenizer", "x", "--ray", code=2)
+    assert "--tokenizer is for jobs on servers (--url)" in run("--tokenizer", "x", "--ray", code=2)
     assert "is not the URL of a server" in run("--url", "localhost:80", code=1)
     said = run("--url", "http://me:word@localhost:1", code=1)
     assert "PREFOLD_API_KEY" in said and "word" not in said

@@ -186,7 +186,7 @@ def test_a_replica_that_is_killed_loses_nothing_and_comes_back(long, stream):
         said = job.stderr.read().decode()
         job.wait(300)
     assert job.returncode == 3, said
-    assert "is lost" in said and "1 were lost" in said
+    assert "is lost" in said and "1 was lost" in said
     assert_same(long, "long.jsonl", out.name)
 
 
