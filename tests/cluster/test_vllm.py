@@ -200,10 +200,10 @@ def test_bad_options(tmp_path, monkeypatch):
 
     model = tiny_checkpoint(tmp_path, "llama")
     assert "exclude each other" in said("--backend", "vllm", "--url", "http://localhost:1")
-    assert "needs --backend vllm" in said("--backend-option", "block_size=32")
+    assert "is for jobs with --backend vllm" in said("--backend-option", "block_size=32")
     assert "is not NAME=VALUE" in said("--backend", "vllm", "--backend-option", "block_size")
     assert "--sharing mlp" in said("--backend", "vllm", "--sharing", "mlp")
-    assert "--tokenizer needs --url, or --backend vllm" in said("--tokenizer", "x")
+    assert "--tokenizer is for jobs on servers (--url) or with --backend vllm" in said("--tokenizer", "x")
 
 
 # ------------------------------------------------------------------------------------------------ vLLM itself
