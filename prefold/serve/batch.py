@@ -255,7 +255,7 @@ class BatchWork:
         """Create a batch's files from its lines, end it, and return the changed batch.
 
         Args:
-            usage: the usage of all answers; None: count it from the lines, because the job resumed or a line is an error
+            usage: the usage of all answers; None if the job resumed or a line is an error: count it from the lines
         """
         ending, now = body["_ending"], int(time.time())
         ids = {kind: "file-" + _digest(f"{batch.id}:{kind}") for kind in ("output", "error")}

@@ -1,4 +1,4 @@
-"""Choose the executor of a model, and load the model. This module does not import torch."""
+"""Choose the executor of a model, and load the model. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -121,14 +121,14 @@ def _load_split(wanted: Load) -> Loaded:
 
 
 def _of_each_rank(wanted: Load) -> ModelSpec:
-    """Return each rank's options: its share of the threads, and cache=None, because only rank 0's engine has a cache."""
+    """Return each rank's options: its share of the threads, and cache=None, because only rank 0's engine caches."""
     from .native.load import settle_threads
 
     options = wanted.options
     settle_threads(options.threads)
     sharing = options.tensor_parallel if wanted.device == "cpu" else 1
     threads = options.threads or max(1, kernels.threads() // sharing)
-    # The options are pickled for the other ranks, which any Mapping need not support.
+    # The options are pickled for the other ranks, and not every Mapping can be pickled.
     adapters = None if options.adapters is None else dict(options.adapters)
     return replace(options, threads=threads, adapters=adapters, cache=None)
 

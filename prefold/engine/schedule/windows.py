@@ -232,7 +232,7 @@ def reusable_rows(window: Window, readout: Readout) -> int:
         return 0
     lengths = np.diff(window.offsets)
     if readout.kind != "logprobs":
-        # Only a twin of the previous window's last request ends in a common row. It is then this window's first request.
+        # Only a twin of the previous window's last request ends in a common row, and it is this window's first request.
         return clear_of_span(window.tokens, min(window.common, int(lengths[0]) - 1))
     # A request reads a common row if its first read position is inside the prefix that it shares with the previous
     # window's last request. In sorted order, the length of this prefix is the minimum over all pairs of neighbours from

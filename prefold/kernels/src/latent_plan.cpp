@@ -85,7 +85,8 @@ class ExpandedChoice {
     }
   }
 
-  // Close the open runs that end at or before `query`. If a run saves less than its keys cost, exclude its queries.
+  // Close the open runs that end at or before `query`. Exclude the queries of a run that saves no more than its
+  // keys cost.
   void close(int64_t query) {
     while (!open_.empty() && last_[open_.back().run] <= query) {
       const int64_t run = open_.back().run;
