@@ -41,7 +41,7 @@ class ReplicaFacts:
     max_rows: int = 4096  # maximum number of rows of a step
     max_running: int = 256  # maximum number of sequences that run at once
     at_once: int = 0  # maximum number of prompts that are read together; 0: the prompts of a step
-    is_server: bool = False  # other clients may use the replica too. Then only the number of our requests is bounded
+    is_server: bool = False  # other clients may use the replica too, so only the number of our requests is bounded
     dies_of_requests: bool = True  # if the replica is lost, its requests may be the reason
     dtype: str = ""  # the compute dtype
     cache_rows: int = 0  # rows that fit in the KV store; 0: unknown

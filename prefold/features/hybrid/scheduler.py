@@ -35,7 +35,7 @@ class State:
     """A stored state."""
 
     slot: int
-    rows: int  # it is the state after this number of rows of its node, at least 1
+    rows: int  # number of rows of the node before the state, at least 1
 
 
 @dataclass(eq=False, slots=True)

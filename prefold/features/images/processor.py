@@ -47,7 +47,7 @@ NOT_ASKED = {"crop_size", "do_center_crop", "pad_size"}
 class Layout:
     """How an image of one size is cut into tiles, and its text in a prompt."""
 
-    text: str  # with the image token once per row
+    text: str  # text that replaces the image in a prompt, with the image token once per row
     sizes: Sequence[tuple[int, int]] = ()  # (height, width): the image is resized to each of these in turn, then cut
     boxes: Sequence[tuple[int, int, int, int]] = ()  # (left, top, right, bottom) of pieces, which are further tiles
     rows: int | None = None  # rows per tile; None: as for all tiles of the tower
