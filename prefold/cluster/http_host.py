@@ -50,7 +50,7 @@ try:
 except ImportError:
     raise MissingExtraError("httpx", "http", "a server as a replica") from None
 
-_ATTEMPTS = 5  # for a request that times out, loses its connection, or makes the server fail
+_ATTEMPTS = 5  # tries of a request that times out, loses its connection, or makes the server fail
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 _FIRST_CAP = 8  # requests in flight at the start
 _LOOK = 10.0  # timeout in seconds for connecting, /v1/models and /metrics

@@ -26,7 +26,7 @@ from ..trie.order import SpooledRequest, decode_options
 
 T = TypeVar("T")
 
-RESTARTS = 3  # how often a replica is restarted without an answer in between
+RESTARTS = 3  # maximum number of restarts of a replica without an answer in between
 LONGEST_WAIT = 0.5  # maximum seconds that `Host.report` waits for news
 _GUESSED_OUTPUT = 256  # expected length of an output without max_tokens, in tokens
 _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in its source

@@ -176,7 +176,7 @@ class StateScheduler(Scheduler):
         self.state_slots = state_slots
         self.states: dict[Node, State] = {}
         self.free_states = set(range(ZERO + 1, state_slots + 1))
-        self.unread: dict[Node, set[SequenceState]] = {}  # by leaf, the sequences that have not read it yet
+        self.unread: dict[Node, set[SequenceState]] = {}  # {leaf: sequences that have not read the leaf yet}
         self.tree.on_split.append(self._split_state)
         self.tree.on_drop.append(self._drop_state)
 

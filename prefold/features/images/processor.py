@@ -64,7 +64,7 @@ class Processor(ABC):
     Attributes:
         placeholder: the text that chat templates write for an image
         image_token: the token for one row of an image in a Layout's text
-        image_token_id: its id
+        image_token_id: the id of `image_token`
         special: the special tokens of images; in users' texts they are plain text
         own_settings: the family's settings beside SETTINGS, with their defaults
         whole_first: the tile of the whole image comes before the tiles of its pieces, not after them

@@ -83,7 +83,7 @@ class ChunkIndex:
         self._shortest = max(options.min_tokens, options.recompute + 1)
         self.size = (self._shortest + 1) // 2
         self.tree = tree
-        self.blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # by namespace: the end of each block, by node
+        self.blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # {namespace: {block: {node: end}}}
         self._noted: dict[Node, tuple[Hashable, int, list[tuple[int, Key]]]] = {}  # (namespace, end, blocks (end, key))
         tree.on_store.append(self._store)
         tree.on_split.append(self._split)
