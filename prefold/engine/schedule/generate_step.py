@@ -148,9 +148,7 @@ class StepPlan:
     max_rows: int
     holds_rows: HoldsRows | None = None  # tells which image rows can be in the step; None: the model has no image input
     room: int = field(init=False)  # number of rows that may still be added
-    computed_rows: dict[Node, int] = field(
-        default_factory=dict
-    )  # {node: number of its next rows that the step computes}
+    computed_rows: dict[Node, int] = field(default_factory=dict)  # {node: number of its next rows in the step}
     # (sequence, node): the sequence gets a token from the last row of the node.
     reads: list[tuple[SequenceState, Node]] = field(default_factory=list)
     # Nodes with a last row that runs again only for its result, with the sequences that get a token from it.
