@@ -1,4 +1,4 @@
-"""Identify a checkpoint's model without reading all weights, and name how they are stored ("Q4_K_M GGUF")."""
+"""Identify a checkpoint's model without reading all weights, and name the weights' stored form ("Q4_K_M GGUF")."""
 
 from __future__ import annotations
 

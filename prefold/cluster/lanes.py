@@ -40,7 +40,8 @@ class _Group:
     def events(self, number: int, answer: Any) -> list[Any]:
         """Record the answer of request `number`, and return the events for the handle.
 
-        A group of embeddings, scores or logprobs has one event, after its last answer. Until then, return [].
+        An error, and an answer with generated tokens, is an event at once. Other groups have one event with all results,
+        after the last answer; until then, return [].
         """
         self.results[number] = answer
         self.open -= 1
