@@ -40,8 +40,8 @@ class _Group:
     def events(self, number: int, answer: Any) -> list[Any]:
         """Record the answer of request `number`, and return the events for the handle.
 
-        An error, and an answer with generated tokens, is an event at once. Other groups have one event with all results,
-        after the last answer; until then, return [].
+        An error or an answer with generated tokens is returned at once. For other read-outs, return [] until the last
+        answer, then one event with all results.
         """
         self.results[number] = answer
         self.open -= 1
