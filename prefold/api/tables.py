@@ -169,7 +169,7 @@ class _Compute:
     ):
         """`make` and `run` are methods of TaskRunner. `hidden` is the size of the model's vectors."""
         self._call, self._make, self._run, self._hidden = call, make, run, hidden
-        self.is_whole = True  # whether a frame is the whole table
+        self.is_whole = True  # True if a frame is the whole table
 
     def __call__(self, frame: Frame) -> Frame:
         import narwhals as nw

@@ -1,4 +1,4 @@
-"""Identify a checkpoint's model without reading all weights, and name their stored form: "Q4_K_M GGUF", "bfloat16"."""
+"""Identify a checkpoint's model without reading all weights, and name the weights' stored form ("Q4_K_M GGUF")."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..spec.files import sampled_digest
 from .checkpoint import Checkpoint
 from .gguf import GGUFFile
 
-_BLOCKS, _WHOLE = 64, 4 << 20  # 4 MiB of each file are read, which is fast on a network disk too
-# Files that determine what a model computes: its own files, sentence-transformers' modules, and more chat templates.
+_BLOCKS, _WHOLE = 64, 4 << 20  # files over 4 MiB: hash 64 blocks of 64 KiB, which is fast on a network disk too
+# Files that determine what a model computes: its own files, sentence-transformers' modules, additional chat templates.
 # `_BARE` files enter the digest with their bare names, as in earlier versions, so that old jobs can be resumed.
 # `_PLACED` files enter with their paths in the folder, because a template may have any name.
 _BARE = ("*", "*/config.json")
-_READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".gguf")
+_READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".gguf")  # suffixes that `read` digests
 _PLACED = ("additional_chat_templates/*.jinja",)
 
 
@@ -40,8 +40,9 @@ def model_identity(checkpoint: Any, read: Callable[[Path], str] | None = None) -
 def folder_digest(path: Path, read: Callable[[Path], str] | None = None) -> str:
     """Return a digest of a checkpoint's files, which changes if the model is trained further.
 
-    The digest covers names, sizes, the contents of small files, and blocks spread over each weight file. If `read` is
-    given, `read(path)` returns a digest of a whole file, and is used in place of blocks.
+    The digest covers the names and sizes of all files, the contents of JSON and Jinja files, and blocks of the weight
+    files (see `sampled_digest`). With `read`, it covers `read(path)` of each file with a suffix in `_READ` instead of
+    contents and blocks.
     """
     files = {path: path.name}
     if path.is_dir():
@@ -59,7 +60,7 @@ def folder_digest(path: Path, read: Callable[[Path], str] | None = None) -> str:
     return digest.hexdigest()
 
 
-# torch's names for the dtypes of safetensors.
+# {dtype in a safetensors file: PyTorch's name for it}
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
@@ -67,8 +68,8 @@ SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 def stored_as(checkpoint: Checkpoint) -> str:
     """Return how the checkpoint's weights are stored: the type of most weights, or a GGUF file's quantization.
 
-    Examples: "Q4_1 GGUF", "bfloat16" (a folder), "random weights". If a folder's weights cannot be read, the config's
-    dtype is returned. Never raises, because summaries use it.
+    Examples: "Q4_1 GGUF", "bfloat16" (a folder), "random weights". If a folder's weights cannot be read, return the
+    config's dtype. Raise nothing, because job summaries call this function.
     """
     if checkpoint.format == "dummy":
         return "random weights"
@@ -84,7 +85,7 @@ def stored_as(checkpoint: Checkpoint) -> str:
 
 
 def _quantisation(file: GGUFFile) -> str:
-    """Return the name of the file's mix of types ("Q4_K_M") if the file has it, else the type of most weights."""
+    """Return the file's own name for its mix of types ("Q4_K_M"). Without a name, return the type of most weights."""
     from gguf.constants import LlamaFileType
 
     kind = file.metadata.get("general.file_type")
@@ -97,7 +98,7 @@ def _quantisation(file: GGUFFile) -> str:
 
 
 def _dtypes(path: Path) -> Counter[str]:
-    """Return {dtype: number of weights} of a safetensors file; empty if the file cannot be read."""
+    """Return {safetensors dtype: number of weights} of a file; {} if the file cannot be read."""
     from .safetensors import SafetensorsFile
 
     counts: Counter[str] = Counter()

@@ -18,7 +18,7 @@ MOST_NUMBER = 1e38
 CONTEXT = "prefold_context_length"
 # Config key that prefold adds: true if the value heads of gated delta nets are in llama.cpp's order.
 TILED = "prefold_tiled_heads"
-REQUIRED: Any = object()  # as a default: the key must exist
+REQUIRED: Any = object()  # a default with this value means that the key must exist
 # Maximum number of characters of a wrong value in an error.
 SHOWN = 60
 

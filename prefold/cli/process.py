@@ -141,7 +141,7 @@ class _Signals:
         self._outer: _Signals | None = None
         self._status: int | None = None  # exit status; None: no signal has arrived and the command still runs
         self._since = 0.0  # when `_status` was set, by time.monotonic()
-        self._is_over = False  # whether the command has ended and the process is exiting
+        self._is_over = False  # True if the command has ended and the process is exiting
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():

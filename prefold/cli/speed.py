@@ -15,8 +15,8 @@ import numpy as np
 from ..errors import JobError
 from ..spec.model import ModelSpec
 
-MOST_BYTES = 2 << 30  # of weights; only some layers of a larger model are measured
-MOST_LAYERS = 8  # to measure of a larger model
+MOST_BYTES = 2 << 30  # bytes of weights; only some layers of a larger model are measured
+MOST_LAYERS = 8  # maximum number of measured layers of a larger model
 WARM_ROWS = 256  # rows of the warm-up steps, whose speed determines the rows of the measured step
 SECONDS = 2.0  # target duration of the measured step
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names in config.json

@@ -48,10 +48,10 @@ def verify(
     """Run a sample of a job with and without sharing, and in float32, and print how much the results differ.
 
     There are three comparisons: sharing alone (--sharing against off, same dtype), precision alone (--dtype
-    against float32, both without sharing), and both together. In float32 there is only the first. --arithmetic
-    int8 adds a comparison of int8 alone (against float, without sharing), and is part of the last one. For
-    --task generate, the number of changed texts and the first changed token are printed; for --task decide, the
-    number of changed answers.
+    against float32, both without sharing), and both together. With --dtype float32 only sharing is compared.
+    --arithmetic int8 adds a comparison of int8 alone (against float, without sharing); the comparison of both then
+    includes int8 too. For --task generate, the number of changed texts and the first changed token are printed; for
+    --task decide, the number of changed answers.
 
     With --first state or --first question, decisions are also compared with the other order of state and question:
     the number of changed answers, and the largest change of a probability. The two orders are different prompts.

@@ -68,9 +68,9 @@ class Fleet:
         self.row_cost = row_cost
         self.stats = Stats()
         self.steals = self.num_moved = self.losses = 0
-        self.re_reported = 0  # how often cache events were missing and the replica reported its whole cache again
-        self.estimated: set[str] = set()  # replicas that do not report their caches, so that these are estimated
-        self.counted_apart = False  # whether each replica counted its own unique tokens
+        self.re_reported = 0  # number of times that events were missing, so a replica reported its whole cache again
+        self.estimated: set[str] = set()  # replicas that do not report their caches; the fleet estimates these caches
+        self.counted_apart = False  # True if each replica counted its own unique tokens
         self.policy, self.window = policy, dict(window or {})
         self.patience, self.notify = patience, notify
         self.ready: dict[str, ReplicaFacts] = {}
@@ -281,8 +281,8 @@ class FleetRun:
         self._killed: set[str] = set()  # replicas that hung, until their `ReplicaLost` arrives
         # Whether the run itself counts unique rows of prompts. Replicas count them if not all prompts are known.
         self._counts_rows = False
-        self._generates = False  # whether the job generates text
-        self._counted_rows = False  # whether a replica has counted rows; servers and vLLM do not
+        self._generates = False  # True if the job generates text
+        self._counted_rows = False  # True if a replica has counted rows; servers and vLLM count none
         self._warm_start: Spool | None = None  # the prompts that run before all are known
 
     def add_job(self, windows: Windows, call: RunCall) -> None:

@@ -303,7 +303,7 @@ def remote_model(
     Without a tokenizer, prompts are texts and each byte counts as a token, so prompts are sorted by their bytes.
 
     Args:
-        model: its name on the server, or a folder
+        model: the model's name on the server, or a folder
         over: location of the model, for its description
         tokenizer: a folder, hub id or built-in name; None: the tokenizer of the folder `model`, else texts are sent
     """

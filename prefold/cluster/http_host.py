@@ -50,7 +50,7 @@ try:
 except ImportError:
     raise MissingExtraError("httpx", "http", "a server as a replica") from None
 
-_ATTEMPTS = 5  # for a request that times out, loses its connection, or makes the server fail
+_ATTEMPTS = 5  # tries of a request that times out, loses its connection, or makes the server fail
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 _FIRST_CAP = 8  # requests in flight at the start
 _LOOK = 10.0  # timeout in seconds for connecting, /v1/models and /metrics
@@ -73,17 +73,16 @@ class ServedModel:
 
     model: str  # the model's name on the servers
     tokenizer: Tokenizer | None  # converts token ids to text for a server that accepts no ids
-    takes_ids: bool = True  # whether the token ids of requests are the model's ids
-    context: int | None = (
-        None  # the context's length in tokens by the model's files, if known; a server may report less
-    )
+    takes_ids: bool = True  # True if the token ids of requests are the model's ids
+    # Context length in tokens according to the model's files; None: unknown. A server may report less.
+    context: int | None = None
     most: int = 256  # maximum number of requests in flight per server
     patience: float = 300.0  # seconds for which an unreachable server, or a failing request, is tried again
     timeout: float | None = None  # seconds for an answer of a server that makes progress; None: ten times the patience
     unanswered: float = 15.0  # the patience while no server has ever answered
-    looks: int = 4  # how often a server's counters are read within the patience
+    looks: int = 4  # number of times that a server's counters are read within `patience`
     notify: Callable[[str], None] = lambda line: None  # receives messages for the user
-    has_answered: bool = False  # whether any server has ever answered
+    has_answered: bool = False  # True if any server has ever answered
 
 
 class HttpHost(AsyncHost):

@@ -21,7 +21,7 @@ from ..spec.requests import Generated, Request
 from ..trie import Feed, LiveInput
 from .replicas import RunCall
 
-_WINDOW = 1 << 20  # maximum number of tokens of a call that wait for replicas
+_WINDOW = 1 << 20  # maximum number of tokens of one call that wait for replicas
 _CLOSING_SECONDS = 10.0
 _CLOSED = "the fleet was closed"
 
@@ -32,15 +32,16 @@ class _Group:
 
     handle: Handle
     call: RunCall
-    pieces: bool  # whether the text of each sample is put into the handle before the answer
-    tags: list[bytes]  # the tags of the requests
-    results: list[Any]
+    pieces: bool  # put the text of each sample into the handle before the answer
+    tags: list[bytes]  # one tag per request
+    results: list[Any]  # answers in the order of the requests; None for an open request
     open: int  # number of requests without an answer
 
     def events(self, number: int, answer: Any) -> list[Any]:
-        """Record the answer of a request.
+        """Record the answer of request `number`, and return the events for the handle.
 
-        Return the events for the handle; none while other requests of the group are open.
+        An error or an answer with generated tokens is returned at once. For other read-outs, return [] until the last
+        answer, then one event with all results.
         """
         self.results[number] = answer
         self.open -= 1
@@ -60,11 +61,14 @@ def _piece(number: int, sample: Generated) -> TextPiece:
 class Lanes:
     """The requests that are submitted to a fleet, and the thread that runs them.
 
+    A lane is the stream of all submitted requests with one `RunCall`, which the fleet leases to replicas in parts.
+
     Args:
-        run: runs the requests of `streams`; it receives `stopping` and yields answers like `Fleet.run`
+        run: runs the requests of `streams`. It receives `stopping`, and yields (tag, answer) like `Fleet.run`.
         wake: makes the run look for new requests at once
 
     Attributes:
+        groups: {handle: group} of the groups with open requests
         open: {tag: (group, number in the group)} of the requests without an answer
     """
 
@@ -74,19 +78,19 @@ class Lanes:
         self.groups: dict[Handle, _Group] = {}
         self.open: dict[bytes, tuple[_Group, int]] = {}
         self._numbers = itertools.count()
-        self._failure: Exception | None = None  # the answer to all further requests
+        self._failure: Exception | None = None  # the answer to all later requests; None: the fleet accepts requests
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._turn = threading.Lock()  # held by the present run, of a job or of submitted requests
-        self._num_runs = 0  # jobs that run or wait
+        self._turn = threading.Lock()  # held while a job or submitted requests run
+        self._num_runs = 0  # number of jobs that run or wait
 
     # ---------------------------------------------------------------------------------------------- any thread
 
     def submit(self, call: RunCall, requests: Sequence[Request], handle: Handle, *, pieces: bool) -> None:
-        """Accept requests. Their answers are put into the handle.
+        """Queue requests. Put their answers into `handle`.
 
         Args:
-            pieces: see `_Group`
+            pieces: put the text of each sample into the handle before the answer
         """
         with self._changed:
             failure = self._failure
@@ -99,7 +103,7 @@ class Lanes:
                     feed = Feed(is_urgent=lambda: self.gives_way)
                     self._streams[call] = LiveInput(feed, _WINDOW, wants=self.open.__contains__)
                 feed = self._streams[call].feed
-                is_first = feed.since is None  # if not, the run has not read the earlier requests yet
+                is_first = feed.since is None  # False: the run was woken already and has not read the feed yet
                 try:
                     feed.put(list(zip(requests, tags, strict=True)))
                     if is_first:
@@ -117,7 +121,7 @@ class Lanes:
             self.cancel(handle)
 
     def cancel(self, *handles: Handle) -> None:
-        """Cancel requests. Requests that no replica has are not computed, and answers to the others are dropped."""
+        """Cancel requests. Unsent requests are not computed; answers to sent requests are dropped."""
         with self._changed:
             for handle in handles:
                 handle.is_cancelled = True
@@ -126,9 +130,10 @@ class Lanes:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context in which no submitted requests run.
+        """Keep submitted requests from running inside the `with` block.
 
-        On entry it waits until the run's open requests are answered.
+        On entry, wait until the run has answered the requests that it has read. Other requests wait until the block
+        ends.
         """
         self._count(1)
         self._wake()
@@ -156,12 +161,12 @@ class Lanes:
             self.open.pop(tag, None)
 
     def fail(self, error: Exception, call: RunCall | None = None, *, for_ever: bool = False) -> None:
-        """Answer the requests of a call with an error; None: all requests.
+        """Answer the open requests of `call` with an error, or all open requests if `call` is None.
 
-        Requests that wait in feeds are dropped when they are about to be sent.
+        A request that waits in a feed is dropped when it is about to be sent.
 
         Args:
-            for_ever: whether all further requests get the error too
+            for_ever: answer all later requests with this error too
         """
         with self._changed:
             if for_ever and self._failure is None:
@@ -188,7 +193,7 @@ class Lanes:
                 self.fail(reason)
 
     def _wait_for_requests(self) -> bool:
-        """Return True once there are requests and no job runs; False if no more requests will run."""
+        """Wait until a request waits and no job waits or runs. Return False if the fleet failed or was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended() or next(self.streams(), None) is not None)
             return not self._has_ended()
@@ -197,23 +202,23 @@ class Lanes:
         return self._failure is not None
 
     def streams(self) -> Iterator[tuple[RunCall, LiveInput]]:
-        """Yield (call, stream) of the requests that wait; nothing if the run gives way to a job."""
+        """Yield (call, stream) for each call with waiting requests. Yield nothing if a job waits or runs."""
         for call, stream in () if self.gives_way else tuple(self._streams.items()):
             if stream.feed.since is not None:
                 yield call, stream
 
     @property
     def gives_way(self) -> bool:
-        """Return whether the run must end because a job waits.
+        """Return True if the run must end because a job waits or runs.
 
-        Otherwise the run continues even without requests, because only a run handles events of replicas.
+        If False, the run continues even without requests, because only a run handles events of replicas.
         """
         return self._num_runs > 0
 
     def _take(self, tag: bytes, answer: Any) -> None:
         with self._changed:
             entry = self.open.pop(tag, None)
-            if entry is None:  # it was cancelled
+            if entry is None:  # the request was cancelled
                 return
             group, number = entry
             events = group.events(number, answer)

@@ -46,7 +46,7 @@ class Lease(NamedTuple):
     replica: str
     source: Source
     places: Sequence[int]  # the places of the requests in the source
-    is_suspect: bool = False  # whether a replica was lost while it ran these requests
+    is_suspect: bool = False  # True if a replica was lost while it ran these requests
 
 
 class OpenLease(NamedTuple):
@@ -63,11 +63,11 @@ class Source(Protocol):
     """
 
     book: LeaseBook
-    call: RunCall | None  # how all its requests run; None if all sources of the book have one call
+    call: RunCall | None  # the call of all requests in the source; None if all sources of the book have one call
 
     @property
     def has_waiting(self) -> bool:
-        """Return whether the source has requests to send."""
+        """Return True if the source has requests to send."""
 
     @property
     def num_unanswered(self) -> int:

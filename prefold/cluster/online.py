@@ -41,7 +41,7 @@ class Assignment:
 
     replica: Hashable
     requests: list[WaitingRequest]
-    prefix: int  # how many leading tokens all of them share
+    prefix: int  # number of leading tokens that all these requests share
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Limits:
     backlog: int
     requests: int | None = None  # maximum number of open requests; None: no limit
     at_once: int | None = None  # maximum number of requests of an assignment; None: no limit
-    busy: int = 1  # with this many requests it is busy, and buckets may wait for more requests with their prefix
-    reserves: bool = False  # whether it reserves memory for the longest possible output, which then counts as expected
+    busy: int = 1  # a replica with this many requests is busy: buckets may wait for more requests with their prefix
+    reserves: bool = False  # the replica reserves memory for the longest output, which then counts as expected
 
 
 @dataclass(slots=True)
@@ -61,18 +61,18 @@ class _Run:
     """The bucket that a replica has started."""
 
     bucket: Bucket
-    num_remaining: int  # how many more of its requests the replica may get before it chooses again
+    num_remaining: int  # number of further requests of the bucket before the replica chooses again
 
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
     """The time at which all replicas end."""
 
-    seconds: float  # from now
-    replicas: dict[Hashable, tuple[float, Speed]]  # {replica: (its seconds per request, its speed)}
+    seconds: float  # seconds from now until all replicas end
+    replicas: dict[Hashable, tuple[float, Speed]]  # {replica: (seconds per request, speed)}
 
     def share(self, replica: Hashable, load: ReplicaLoad) -> int:
-        """Return how many more requests a replica can answer until then."""
+        """Return how many more requests a replica can answer within `seconds` from now."""
         seconds, speed = self.replicas[replica]
         return int((self.seconds - load.seconds_at(speed)) / seconds + 1e-6)
 

@@ -26,7 +26,7 @@ from ..trie.order import SpooledRequest, decode_options
 
 T = TypeVar("T")
 
-RESTARTS = 3  # how often a replica is restarted without an answer in between
+RESTARTS = 3  # maximum number of restarts of a replica without an answer in between
 LONGEST_WAIT = 0.5  # maximum seconds that `Host.report` waits for news
 _GUESSED_OUTPUT = 256  # expected length of an output without max_tokens, in tokens
 _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in its source
@@ -41,7 +41,7 @@ class ReplicaFacts:
     max_rows: int = 4096  # maximum number of rows of a step
     max_running: int = 256  # maximum number of sequences that run at once
     at_once: int = 0  # maximum number of prompts that are read together; 0: the prompts of a step
-    is_server: bool = False  # other clients may use the replica too. Then only the number of our requests is bounded
+    is_server: bool = False  # other clients may use the replica too, so only the number of our requests is bounded
     dies_of_requests: bool = True  # if the replica is lost, its requests may be the reason
     dtype: str = ""  # the compute dtype
     cache_rows: int = 0  # rows that fit in the KV store; 0: unknown

@@ -250,7 +250,7 @@ class Prompt:
     tokens: np.ndarray  # int32 [n], n >= 1
     limit: int = 0  # maximum number of tokens of its output; 0 for numeric read-outs
     namespace: Hashable = NO_NAMESPACE  # prompts of different namespaces share nothing
-    prefix: int | None = None  # how many leading tokens it shares with its bucket; None: all
+    prefix: int | None = None  # number of leading tokens shared with the prompt's bucket; None: all
 
 
 @dataclass(frozen=True, eq=False, slots=True)

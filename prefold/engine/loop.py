@@ -101,7 +101,7 @@ class EngineLoop:
         self._step_at = 0.0  # time.perf_counter() at the start of the last step
         self._events: dict[Handle, list[Any]] = {}  # events of this step, delivered after it
         self._lock = threading.Lock()  # held while the generator is created
-        self._failed_steps = 0  # in a row, without an identified cause
+        self._failed_steps = 0  # number of steps that failed in a row without an identified cause
         self._thread = EngineThread(self)
         self._end = weakref.finalize(self, self._thread.close)
 

@@ -61,8 +61,8 @@ class Output:
         count: number of records that have a line, durable or not
         errors: number of these lines that are errors
         resumed: number of records that had a line when the output was opened
-        ended: whether earlier runs have finished the job, so that nothing remains to do
-        begun: whether this run has written to a file
+        ended: True if earlier runs have finished the job, so that nothing remains to do
+        begun: True if this run has written to a file
         notes: notes for the user about the final file
         first_error: the first error line of this run
         before_commit: called before lines are made durable

@@ -30,8 +30,8 @@ from .report.progress import Counts, Progress
 class Cost:
     """The floating-point operations of a run."""
 
-    linear: float  # in linear layers
-    attention: float  # in attention
+    linear: float  # operations in linear layers
+    attention: float  # operations in attention
 
     @property
     def total(self) -> float:
@@ -134,7 +134,7 @@ def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
 class LayerwisePlan:
     """The weights that a job reads layer by layer, because they do not fit in memory."""
 
-    windows: int  # how often all weights are read (an estimate)
+    windows: int  # number of times that all weights are read (an estimate)
     bytes: int  # size of all weights in their file
     total: int  # bytes read in all windows
     rate: float | None = None  # measured read speed in bytes per second; None: no file here, or not measured

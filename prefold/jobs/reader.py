@@ -201,7 +201,7 @@ class Reader:
     Attributes:
         has_work: set at the first request, or when it is certain that there is none; the owner waits for it before it
             loads a model
-        has_requests: whether there is a request; valid after `has_work` is set
+        has_requests: True if there is a request; valid after `has_work` is set
         has_ended: set when everything is read (live: no feed gets more requests), or when reading failed
         is_loaded: set by the owner when the job's model is loaded
     """

@@ -51,7 +51,7 @@ class Conclusion:
     judgements: list[Judgement] = field(default_factory=list)  # one for each question that has true answers
     unanswered: list[str] = field(default_factory=list)  # names of questions without true answers, in a job with --gold
     doubtful: int | None = None  # number of records with a doubtful answer; None: no threshold
-    notes: list[str] = field(default_factory=list)  # which files were written, or why not
+    notes: list[str] = field(default_factory=list)  # files that were written, or why not; unused rows of `--gold`
     precision: float = 0.95
 
     def lines(self) -> list[str]:

@@ -63,8 +63,8 @@ class Flow:
             engine: The engine.
             batch: The requests.
             see: Called with each window when the engine takes it.
-            stopping: Called after every step. If it returns True, no more steps start. All results of steps that ran are
-                written.
+            stopping: Called after every step. If it returns True, no more steps start. The results of the steps that
+                ran are written.
             run: As in `results_of`.
         """
         task = self.job.tasks[batch.task]

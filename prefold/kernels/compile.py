@@ -34,7 +34,7 @@ NATIVE = (*COMMON, "-march=native")
 _ANYWHERE = () if platform.system() == "Windows" else ("-fPIC",)
 _ZIG = ("-m", "ziglang", "c++")  # https://pypi.org/project/ziglang: Clang, its C++ library, and a linker
 _ZIGS_NAMES = {"x86-64-v": "x86_64_v", "armv8.2-a": "generic+v8_2a", "armv8-a": "generic"}
-TIMEOUT_SECONDS = 900  # for one compiler
+TIMEOUT_SECONDS = 900  # time limit of one compiler
 # The sources that take longest to compile, the slowest first, so that no compiler runs alone at the end.
 LONGEST = ("attention", "few_rows", "blocks", "states", "experts")
 # Flags of single sources, which override earlier flags: -O3 takes 2.2 times as long for attention, without any gain.

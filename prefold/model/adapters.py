@@ -55,7 +55,7 @@ class LinearAdapter:
 class AdapterArrays:
     """A LoRA adapter that fits a model."""
 
-    name: str  # as the user asked for it
+    name: str  # the adapter's name in the option `adapters`, else its path
     layers: tuple[Mapping[str, LinearAdapter], ...]  # per layer, by the name of the linear
 
 

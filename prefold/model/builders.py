@@ -43,7 +43,7 @@ QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
 KV_LATENT, QUERY_LATENT = "kv_latent", "query_latent"
 # Gates of attention; gate and up of an MLP before the activation.
 GATES, GATE_UP = "gates", "gate_up"
-LATENT_EPS = 1e-6  # for norms of latents, whatever the model's eps is
+LATENT_EPS = 1e-6  # eps in norms of latents, for any eps of the model
 # Buffers: the result of a second mixer; the shared expert's result, inside and gate; input and result of experts that
 # lie between two linears.
 MIXED_BESIDE, SHARED, SHARED_WIDE, SHARED_GATE = "mixed_beside", "shared", "shared_wide", "shared_gate"
@@ -59,7 +59,7 @@ class LayerBuilder:
     """The operations of one layer, while they are collected.
 
     Attributes:
-        config: with the sizes of this rank's part of the layer.
+        config: the model's config, with the sizes of this rank's part of the layer.
         number: index of the layer.
         is_last: this layer drops unread rows, see `ModelConfig.reading_layer`.
         copies: ranks that hold each KV head.
@@ -606,7 +606,8 @@ def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
     """Return the program of a decoder.
 
     Args:
-        config: with the sizes of this rank's part of the layers. Its `layer_builder` builds each layer.
+        config: the model's config, with the sizes of this rank's part of the layers. Its `layer_builder` builds each
+            layer.
         copies: ranks that hold each KV head.
     """
     hidden, vocabulary = config.hidden, config.vocab_size

@@ -22,7 +22,7 @@ class RopeConfig:
 
     kind: str = "default"  # a key of `rotary.KINDS`; "none": no rotation
     theta: float = 10000.0  # base of the frequencies
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of this kind
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of this `kind`
     share: float = 1.0  # rotated share of each head, from its first element on
 
     def turned(self, head_dim: int) -> int:
@@ -86,7 +86,7 @@ class HeadNorm:
     # "shared" by all heads; "each": weights per head, in one tensor; "apart": one tensor per head; "none"
     weights: Literal["shared", "each", "apart", "none"] = "shared"
     biased: bool = False  # only for LayerNorm
-    after: bool = False  # after the rotation, not before
+    after: bool = False  # apply the norm after the rotation, not before
 
 
 @dataclass(frozen=True, slots=True)

@@ -525,7 +525,7 @@ _OWN_CODE |= {"HunYuanMoEV1ForCausalLM"}
 _OWN_CODE |= {f"{_name}ForCausalLM" for _name in ("InternLM3", "IQuestCoder", "Exaone", "Falcon", "HunYuanDenseV1")}
 _REFUSED: dict[str, str] = {}
 _QUANTISED: dict[str, str] = {"GptOssForCausalLM": "mxfp4"}
-_FALLBACKS: dict[str, Fallback] = {}  # by label
+_FALLBACKS: dict[str, Fallback] = {}  # {label: fallback}
 # Architectures of families that plugins have registered.
 REGISTERED: set[str] = set()
 FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _with_head(qwen2, _reward)}

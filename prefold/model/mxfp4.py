@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK, BLOCK_BYTES = 32, 17  # numbers per block; bytes per block, exponent included
-BIAS = 127  # of exponents
+BIAS = 127  # bias of the exponents
 VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 VALUES = np.concatenate((VALUES, -VALUES))
 # The two numbers of each byte. The lower bits are the first number.

@@ -1,4 +1,4 @@
-"""Names of tensors and modules in checkpoints, if they differ from prefold's names, which are Llama's."""
+"""Names of tensors and modules in checkpoints that differ from prefold's names. prefold uses Llama's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Names:
     """The names that a checkpoint uses, and how it lays out its tensors. Patterns are regular expressions.
 
     Attributes:
-        prefix: stands before all names but the heads'. Checkpoints may leave it out.
+        prefix: precedes all names except the heads' names. Checkpoints may omit it.
         lists: the lists of layers, in order, with prefold's number of each list's first layer.
         parts: prefold's names for each module. With several names, the checkpoint fuses their outputs in this order
             into one tensor. A tensor outside any module has its own entry. "{}" stands for the number of an expert. If
@@ -22,21 +22,22 @@ class Names:
             parts of the second, and so on. The value is the entry of `ModelConfig.sizes` with the number of groups.
         stacks: tensors [matrices, outputs, inputs] of a layer that stack numbered matrices. The value has prefold's
             names of the tensors that lie side by side in each matrix, with "{}" for the number.
-        writes_stacks: checkpoints have these stacks. If not, they have separate tensors, and may have stacks.
+        writes_stacks: when saving, write these stacks. If False, write separate tensors. Loading accepts both.
         in_turn: a stacked matrix interleaves the outputs of its tensors, instead of one tensor's outputs after
-            another's.
+            all outputs of the previous one.
         turned: stacked matrices are [inputs, outputs], unless they are MXFP4 blocks (`mxfp4`).
-        halves: matches names in a layer if the checkpoint has two layers (attention, MLP) for one layer here; "": it
-            does not.
+        halves: pattern of in-layer names. Their layer number is halved, because the checkpoint numbers attention and
+            MLP as two layers. "": no such names.
         joined: prefold's tensors of a layer that the checkpoint stores as several tensors of any sizes, to be stacked
             along their rows. The value has their names.
         transposed: weights of the layers' linears are [inputs, outputs].
         interleaved: each head of q and k stores rotated pairs next to each other, instead of one half after the other.
         swapped: the halves of each head change places, so heads rotate in the opposite direction.
-        before: matches a prefix of this model's names, if the checkpoint holds more than this model.
-        other_names: matches the start of names of anything else; "": all tensors belong to this model.
-        single_rows: suffixes of prefold's names of vectors that are stored as [1, size].
-        negative_exponentials: suffixes of prefold's names of tensors that store -exp(x) instead of x.
+        before: pattern of a prefix of this model's names, for checkpoints that contain more than this model. It is
+            removed before `prefix`.
+        other_names: pattern of the start of names that do not belong to this model; "": all tensors belong to it.
+        single_rows: suffixes of prefold's names of vectors that the checkpoint stores as [1, size].
+        negative_exponentials: suffixes of prefold's names of tensors that the checkpoint stores as -exp(x), not x.
     """
 
     prefix: str = "model."
@@ -58,7 +59,7 @@ class Names:
     negative_exponentials: tuple[str, ...] = ()
 
     def of_module(self, stored: str) -> tuple[str, ...]:
-        """Return prefold's names of a checkpoint's module. An unknown name stays, without the prefix."""
+        """Return prefold's names of a checkpoint's module. Return an unknown name unchanged, without the prefix."""
         stored = self._own(stored)
         return self._named(stored, self.parts) or (stored,)
 
@@ -74,7 +75,7 @@ class Names:
         return self._named(self._own(stored), self.stacks)
 
     def _own(self, stored: str) -> str:
-        """Return a stored name without the prefix that all names of this model share."""
+        """Return a stored name without `before` and `prefix`."""
         before = re.match(self.before, stored)
         return stored[before.end() if before else 0 :].removeprefix(self.prefix)
 
@@ -172,7 +173,8 @@ FUSED = Names(
 GGUF_FUSED = replace(
     GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"], "ffn_up": FUSED.parts["mlp.gate_up_proj"]}
 )
-# Names in GGUF files that differ from GGUF, by architecture; followed by " mlp_norm" for models with that norm.
+# {GGUF architecture: names}, if they differ from `GGUF`. The key ends with " mlp_norm" for Falcon models with a
+# separate norm of the MLP.
 GGUF_OF: dict[str, Names] = {"phi3": GGUF_FUSED}
 for _arch in ("falcon", "gptneox"):
     GGUF_OF[_arch] = replace(GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"]})
@@ -246,7 +248,7 @@ _QWEN35 = replace(GGUF, parts={**GGUF.parts, **_DELTA_NET}, negative_exponential
 _QKV = ("linear_attn.in_proj_q", "linear_attn.in_proj_k", "linear_attn.in_proj_v")
 _QWEN3_NEXT = {
     "attn_qkv": _QKV,
-    "ssm_in": (*_QKV, "linear_attn.in_proj_z"),  # in older files, instead of attn_qkv and attn_gate
+    "ssm_in": (*_QKV, "linear_attn.in_proj_z"),  # older files: instead of attn_qkv and attn_gate
     "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 }
 _MAMBA = {
@@ -264,7 +266,7 @@ _LATENT = {
     "attn_q_b": ("self_attn.q_b_proj",),
     "attn_kv_a_mqa": ("self_attn.kv_a_proj_with_mqa",),
     "attn_kv_a_norm": ("self_attn.kv_a_layernorm",),
-    "attn_kv_b": ("self_attn.kv_b_proj",),  # of older files, in place of attn_k_b and attn_v_b
+    "attn_kv_b": ("self_attn.kv_b_proj",),  # older files: instead of attn_k_b and attn_v_b
     "attn_k_b": ("self_attn.k_b_proj",),
     "attn_v_b": ("self_attn.v_b_proj",),
 }

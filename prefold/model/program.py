@@ -530,7 +530,7 @@ class GatedDelta(Operation):
     eps: float
     tiled: bool = False  # head h uses key head h % key_heads; if not, neighbouring heads share a key head
     picked: bool = False  # see `ShortConv`
-    beta_scale: float = 1.0  # of sigmoid(b); above 1 a state may have negative eigenvalues (Grazzi et al. 2024)
+    beta_scale: float = 1.0  # factor of sigmoid(b); above 1, states may have negative eigenvalues (Grazzi et al. 2024)
 
     @property
     def fills(self) -> tuple[Buffer, int]:
@@ -557,11 +557,11 @@ class Mamba2(Operation):
     dt_bias: Weight
     a_log: Weight
     d: Weight
-    norm: Weight | None  # of result * silu(gate), per group
+    norm: Weight | None  # norm of result * silu(gate), per group
     eps: float
     picked: bool = False  # see `ShortConv`
     norm_first: bool = False  # norm the result before it is multiplied by silu(gate)
-    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # of gate, x, b, c and time steps
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # factors of gate, x, b, c, time steps
 
     @property
     def section_scales(self) -> list[tuple[float, int]]:
@@ -605,7 +605,7 @@ class Program:
     widths: dict[Buffer, int]  # elements per row of each buffer
     embed: Embed  # the first operation; fills X
     layers: tuple[tuple[Operation, ...], ...]  # each layer reads X, the residual stream, and adds to it
-    end: tuple[Operation, ...]  # after the last layer; fills OUT
+    end: tuple[Operation, ...]  # operations after the last layer; they fill OUT
     head: Weight | None = None  # the LM head [vocabulary, hidden], perhaps the embedding table; None: no LM head
     score: tuple[Linear, ...] = ()  # the classification head, in float32, with ReLU between its linears
     beside: tuple[Weight, ...] = field(default=())  # weights that a feature's own code reads

@@ -74,7 +74,7 @@ def page_response(text: str) -> Response:
 
 
 async def data(context: RequestContext) -> Response:
-    """Return what the page shows now. `tenant` in the query limits the trie to that tenant."""
+    """Return the current data of the page as JSON. `tenant` in the query limits the trie to that tenant."""
     handler, state, owner = context.handler, context.state, context.tenant.owner
     of = context.request.query_params.get("tenant") or None
 

@@ -1,5 +1,7 @@
-"""One batch: its lines are counted, answered into a file through a job's journal, and split into two output files. If
-the server is killed in any state, the next start continues from there.
+"""Process one batch: count its lines, answer them, and split the answers into an output file and an error file.
+
+The answers go into one file first, with a job's journal. If the server is killed in any state, the next start resumes
+the batch in that state.
 
     status        what happens                            stored at the end
     validating    lines are read and counted              _input, request_counts; then in_progress or failed
@@ -9,11 +11,11 @@ the server is killed in any state, the next start continues from there.
 
 Fields of a stored batch that clients do not see:
 
-    _model           the checkpoint at creation; all lines are answered by it
-    _output_seconds  lifetime of its output files in seconds; None: no limit
-    _input           identity of its input file when it was read; the journal belongs to that file
-    _ending          the status it will end with; stored before lines become errors, so that all get the same error
-    _why             why it failed, for its `errors`
+    _model           the checkpoint's name when the batch was created; the batch fails if another model is served later
+    _output_seconds  lifetime of the output files in seconds; None: no limit
+    _input           identity of the input file when it was validated; the journal belongs to that file
+    _ending          final status of the batch; stored before remaining lines become errors, so that all get one error
+    _why             why the batch failed, for its `errors`
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from .store import Body, Store
 
 # Smaller than the windows of a job without a server, because live requests wait while a window is read.
 WINDOW_TOKENS = 1 << 17
-ATTEMPTS = 3  # after this many errors of the server a batch fails
-MOST_ERRORS = 20  # lines that the `errors` of a refused batch list
+ATTEMPTS = 3  # number of server errors after which a batch fails
+MOST_ERRORS = 20  # maximum number of lines in the `errors` of a refused batch
 # {status of a batch that ended early: (code, message) of the remaining lines}
 _REST = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was computed"),
@@ -59,27 +61,27 @@ class OpenBatch:
     id: str
     tenant: str
     status: str
-    expires_at: float
-    file: str  # id of its input file
-    is_taken: bool = False  # a thread works on it, or it is not stored yet
-    is_full: bool = False  # its lines exceed what its tenant may store
-    retry_at: float = 0.0  # in time.monotonic(): not run again before
-    failures: int = 0
+    expires_at: float  # Unix time in seconds
+    file: str  # id of the input file
+    is_taken: bool = False  # a thread works on the batch, or the batch is not stored yet
+    is_full: bool = False  # the answers exceed what the tenant may still store
+    retry_at: float = 0.0  # do not run before this time.monotonic()
+    failures: int = 0  # number of server errors so far
     output: FileOutput | None = None  # the output of the running job
 
     @classmethod
     def of(cls, tenant: str, body: Body) -> OpenBatch:
-        """Return the batch of an object in the store."""
+        """Return the OpenBatch of a batch object in the store."""
         return cls(body["id"], tenant, body["status"], body["expires_at"], body["input_file_id"])
 
     @property
     def is_free(self) -> bool:
-        """Return whether a thread may work on it now."""
+        """Return True if a thread may start to work on the batch now."""
         return not self.is_taken and time.monotonic() >= self.retry_at
 
     @property
     def ending(self) -> str | None:
-        """Return the status with which the batch must end now, before all lines are answered; None to continue."""
+        """Return the final status if the batch must end now, before all lines are answered; None to continue."""
         if self.status == "cancelling":
             return "cancelled"
         if self.is_full:
@@ -91,11 +93,11 @@ class BatchWork:
     """The work on a batch: validation and completion. Each thread works on one batch at a time.
 
     Args:
-        is_stopping: returns whether the server is about to end
-        gives_way: gives_way(batch, lines answered in this turn, all its lines) returns whether its turn is over
+        is_stopping: returns True if the server is about to end
+        gives_way: called with (batch, lines answered in this turn, total lines); returns True if the turn is over
 
     Attributes:
-        commit_seconds: see OutputOptions
+        commit_seconds: maximum delay in seconds before an answer is durable; None: the default of `OutputOptions`
     """
 
     def __init__(
@@ -133,8 +135,8 @@ class BatchWork:
     def validate(self, batch: OpenBatch) -> Body | None:
         """Count a batch's lines, and refuse the batch if no line can be answered.
 
-        Return the changed batch. Its status is "cancelling" if it was cancelled meanwhile. Return None if the server is
-        about to end.
+        Return the changed batch. Its status is "cancelling" if the client cancelled it during validation. Return None
+        if the server is about to end.
         """
         body = self._stored(batch)
         adapter, total, good = self._adapter(body), 0, 0
@@ -193,8 +195,8 @@ class BatchWork:
     def _write_lines(self, batch: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
         """Write the missing lines of a batch.
 
-        Return (status, usage). The status is None if the batch continues later. The usage is None unless this call
-        wrote all lines and none is an error.
+        Return (final status, usage). The status is None if the batch continues later. The usage is None unless this
+        call wrote all lines and no line is an error.
         """
         source, reason = None, body.get("_why", "")
         try:
@@ -235,7 +237,7 @@ class BatchWork:
     def _run(
         self, batch: OpenBatch, body: Body, source: Source, adapter: OpenAIBatch, output: FileOutput
     ) -> str | None:
-        """Run the job of a batch. Return the status with which the batch ends; None if it continues later."""
+        """Run the job of a batch. Return the final status, or None if the batch continues later."""
         owner, llm = Owner(batch.tenant or None, is_batch=True), self._handler.llm
         tasks = _Tasks(self._handler, self._keys.salt_prefix(Tenant(batch.tenant or None)), owner)
         seed = int.from_bytes(hashlib.blake2b(batch.id.encode(), digest_size=6).digest())
@@ -253,7 +255,7 @@ class BatchWork:
         """Create a batch's files from its lines, end it, and return the changed batch.
 
         Args:
-            usage: the usage of all answers; None if a line is an error
+            usage: the usage of all answers; None if the job resumed or a line is an error: count it from the lines
         """
         ending, now = body["_ending"], int(time.time())
         ids = {kind: "file-" + _digest(f"{batch.id}:{kind}") for kind in ("output", "error")}
@@ -319,7 +321,7 @@ def open_input(path: Path, name: str, most_bytes: int) -> Source:
 
 
 class _Lines(OpenAIBatch):
-    """The lines of a batch, with the server's limits of a request for each line."""
+    """The adapter of a batch's lines. Each line has the server's limits of a request."""
 
     handler: RequestHandler
 
@@ -335,7 +337,7 @@ class _Lines(OpenAIBatch):
 
 
 class _Tasks(dict[str, Any]):
-    """{name: task} for a batch's lines, made on first use. Their prompts share rows only within the tenant."""
+    """{name: task} for a batch's lines, created on first use. Prompts share rows only within the tenant."""
 
     def __init__(self, handler: RequestHandler, salt_prefix: str, owner: Owner):
         super().__init__()
@@ -351,7 +353,7 @@ def _usage_body(usage: Counter[str]) -> Body:
     """Return the usage of a batch: the tokens of its answers.
 
     Args:
-        usage: the sums of `add_usage`
+        usage: the token counts that `add_usage` summed
     """
     approximate = {"approximate_tokens": usage["approximate"]} if usage["approximate"] else {}
     return {

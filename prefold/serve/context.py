@@ -165,8 +165,8 @@ class Entry:
     handle: Handle
     bodies: Sequence[type[Body]] = ()  # structs of the body; if there are any, the body is read before `handle` runs
     query: type[Body] | None = None  # struct of the query
-    admin: bool = False  # whether only admins may use it
-    computes: bool = True  # whether its requests wait for the engine, and are refused if too many do
+    admin: bool = False  # True if only admins may use this route
+    computes: bool = True  # True if requests wait for the engine, and are refused if too many wait
 
     def endpoint(self, state: AppState) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint, which turns exceptions of `handle` into the dialect's errors."""

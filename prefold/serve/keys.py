@@ -24,7 +24,7 @@ class Limits(Share):
 
     max_waiting_requests: int | None = None  # requests that wait for a free sequence; more are refused with 429
     max_waiting_tokens: int | None = None  # tokens of the prompts that wait
-    max_stored_bytes: int | None = None  # of files and batches; more are refused with 413; None: half of the disk
+    max_stored_bytes: int | None = None  # bytes of files and batches; more are refused with 413; None: half of the disk
 
 
 UNLIMITED = Limits()
@@ -34,9 +34,9 @@ UNLIMITED = Limits()
 class Tenant:
     """The person or program behind one or more keys."""
 
-    name: str | None  # as in metrics; None without a file of keys
-    admin: bool = False  # whether it may read metrics and manage the cache
-    is_batch: bool = False  # whether its requests wait until no other requests are left
+    name: str | None  # the tenant's name in metrics; None without a file of keys
+    admin: bool = False  # the tenant may read metrics and manage the cache
+    is_batch: bool = False  # the tenant's requests wait until no other requests are left
     limits: Limits = UNLIMITED  # limits of all keys of the tenant together
 
     @property
@@ -132,7 +132,7 @@ class Keys:
         return self._limits.get(name, UNLIMITED)  # type: ignore[call-overload]
 
     def most_stored(self, owner: str) -> int | None:
-        """Return how many bytes a tenant may store; None without a limit of its own.
+        """Return the most bytes that a tenant may store; None if the file of keys sets no limit for it.
 
         Args:
             owner: the tenant's name in the store

@@ -28,7 +28,8 @@ from .keys import Keys
 
 # Tokens of a request to tokenise or detokenise, unless the model's context is longer.
 MOST_TOKENS = 1 << 18
-# Number and total letters of stop texts. The engine's thread searches for them at each generated token.
+# Maximum number of stop texts, and of their characters in total. The engine's thread searches for stop texts at each
+# generated token.
 MOST_STOPS, MOST_STOP_LETTERS = 64, 1024
 
 

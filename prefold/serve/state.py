@@ -17,7 +17,7 @@ from .keys import Keys, Tenant
 from .metrics import Metrics, log
 from .store import Store
 
-FAILING_SECONDS = 10.0  # how long health is "failing" after a failed step, unless a step succeeds
+FAILING_SECONDS = 10.0  # health is "failing" for this long after a failed step, or until a step succeeds
 
 Status = Literal["loading", "ready", "draining", "failed"]
 

@@ -76,7 +76,7 @@ def text_of(data: bytes, name: str) -> str:
     Raises:
         JobError: The bytes are UTF-16, are not UTF-8, or contain only line ends.
     """
-    # UTF-16 without a byte order mark: the first ASCII letter has a zero byte, which UTF-8 text does not contain.
+    # UTF-16 without a byte order mark: the first ASCII character has a zero byte, which UTF-8 text does not contain.
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or data[:2].count(0) == 1:
         raise JobError(f"{name} is UTF-16; convert it to UTF-8 first: iconv -f UTF-16 -t UTF-8")
     try:

@@ -282,7 +282,7 @@ class DecideTask(Task):
         self._calibration_of(question)
 
     def _asking(self, item: DecideItem) -> _Asked:
-        """Return what all prompts of an item have in common. Raise InputError for a wrong state, image or option."""
+        """Return the content that all prompts of an item share. Raise InputError for a wrong state, image or option."""
         given: object = item.state
         images: object = item.images
         if isinstance(given, TextWithImages):

@@ -35,9 +35,9 @@ _VLLM_CLOSINGS = {
     "choice": "Answer with the letter of one option only.",
     "score": "Answer with the number of one level only.",
 }
-# These letters enclose a control token that came with a request. The same letters in a request's own text are dropped.
+# These characters enclose a control token of a request. They are dropped from the request's own text.
 _BEGIN, _END = "\U000f0000", "\U000f0001"
-_NAME = "\U000f0002"  # first letter of an image's name
+_NAME = "\U000f0002"  # first character of an image's name
 _HIDDEN = re.compile(f"{_BEGIN}([0-9]+){_END}")
 
 

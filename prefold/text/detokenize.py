@@ -3,8 +3,9 @@
 A stream returns exactly the text of the tokenizer's `decode(ids, skip_special)`, in parts. It returns each part as soon
 as no later token can change it. Two kinds of tokenizers are common in language models: tokens of byte-level tokenizers
 are bytes, and tokens of SentencePiece tokenizers are texts and single bytes (<0xE6>). In both, a token alone determines
-its text, so the work per token does not grow with the text. For other tokenizers, each token decodes the last few
-tokens again. `tokenizers.decoders.DecodeStream` is not used: it raises for invalid UTF-8, which models do generate.
+its text, so the work per token does not grow with the text. For other tokenizers, each new token makes the last few
+tokens be decoded again. `tokenizers.decoders.DecodeStream` is not used: it raises for invalid UTF-8, which models do
+generate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-# How many tokens `_ByWindow` decodes again, and the limit on tokens that it holds back as an incomplete letter.
+# Number of tokens that `_ByWindow` decodes again; also the most tokens it holds back for an incomplete character.
 WINDOW = 8
 
 
@@ -35,8 +36,8 @@ class Detokenizer:
 
         Args:
             stop: The stop texts.
-            min_tokens: Ignore a stop text that is complete within this many first tokens.
-            skip_special: Special tokens have no text.
+            min_tokens: Ignore a stop text that is complete within the first `min_tokens` tokens.
+            skip_special: Leave the text of special tokens out.
         """
         return TextStream(self._pieces(skip_special)(), stop, min_tokens)
 
@@ -48,7 +49,7 @@ class TextStream:
         self._pieces = pieces
         self._finder = StopFinder(stop)
         self._min_tokens = min_tokens
-        self._starts: list[int] = []  # for each token, the number of letters before its first letter
+        self._starts: list[int] = []  # for each token, the number of characters before its first character
         self._letters = 0
         self._num_given = 0
         self._parts: list[str] = []
@@ -65,19 +66,20 @@ class TextStream:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens behind the text: all, or, after a stop text, the tokens with letters before the stop.
+        """The number of tokens that produced the text, which ends before a stop text.
 
-        A token with both the end of the text and the start of the stop counts.
+        A token that starts before the stop counts, even if the stop starts within the token. Without a stop, all tokens
+        count.
         """
         return len(self._starts) if self._finder.start is None else bisect_left(self._starts, self._finder.start)
 
     @property
     def num_given(self) -> int:
-        """The number of tokens with at least one letter returned already. A later stop text cannot remove them."""
+        """The number of tokens with at least one character returned already. A later stop text cannot remove them."""
         return bisect_left(self._starts, self._num_given)
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that is now certain. Do not call it after a stop text."""
+        """Add a token and return the text that is now certain. Must not be called once `stopped` is set."""
         more = self._pieces.add(token)
         self._starts.append(self._letters + self._pieces.start)
         self._letters += len(more)
@@ -85,7 +87,7 @@ class TextStream:
         return self._give(self._finder.add(more, self._pieces.likely_text, search=search))
 
     def finish(self) -> str:
-        """End the sample and return the rest of the text: "" after a stop text."""
+        """End the sample and return the rest of the text; "" if a stop text was found."""
         if self.stopped is not None:
             return ""
         search = len(self._starts) > self._min_tokens
@@ -100,30 +102,30 @@ class TextStream:
 
 
 class StopFinder:
-    """Search for stop texts in a text that arrives in parts, and pass on letters that cannot belong to a stop text.
+    """Searches for stop texts in a text that arrives in parts, and passes on text that cannot belong to a stop text.
 
     The earliest-ending stop text wins; among stops with the same end, the longest. The result does not depend on how
     the text is divided into parts.
 
     Attributes:
         stop: The stop text that was found, or None.
-        start: Where this stop text starts, in letters from the start of the whole text.
+        start: Number of characters of the whole text before this stop text, or None.
     """
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
         self.stop: str | None = None
         self.start: int | None = None
-        self._tail = ""  # end of the text that may be the start of a stop
-        self._num_passed = 0  # letters of the text before `_tail`
-        self._free = 0  # ignore a stop that ends within this many first letters
+        self._tail = ""  # end of the text, held back because it may be the start of a stop
+        self._num_passed = 0  # number of characters before `_tail`
+        self._free = 0  # ignore stops that end within the first `_free` characters
 
     def add(self, text: str, likely_text: str = "", *, search: bool = True) -> str:
         """Add text, and return the text that certainly precedes any stop. If a stop is found, return the text up to it.
 
         Args:
             text: The new text.
-            likely_text: Text that likely follows. It is searched too, and returned if it precedes a stop.
+            likely_text: Text that likely follows. It is searched too. Its part before a stop is returned with `text`.
             search: If False, ignore a stop that is complete within this text.
         """
         if not self.stops:
@@ -148,6 +150,7 @@ class StopFinder:
     def _find(self, text: str) -> bool:
         best: tuple[int, int] | None = None
         for stop in self.stops:
+            # Search from the first start at which the stop ends after the first `_free` characters.
             start = text.find(stop, max(0, self._free - self._num_passed - len(stop) + 1))
             if start >= 0 and (best is None or (start + len(stop), start) < best):
                 best, self.stop = (start + len(stop), start), stop
@@ -171,18 +174,18 @@ class StopFinder:
 class Pieces(Protocol):
     """Decoder of the tokens of one sample, one token after the other."""
 
-    likely_text: str  # complete letters that a later token may still change
-    start: int  # first letter of the last token, counted from the text that was certain before this token
+    likely_text: str  # complete characters that a later token may still change
+    start: int  # place of the last token's first character, counted from the end of the text that was certain before it
 
     def add(self, token: int) -> str:
         """Add a token and return the text that is now certain."""
 
     def finish(self) -> str:
-        """Return the rest of the text, given that no token follows."""
+        """Return the rest of the text. No token follows."""
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Return a function from a token to its bytes within a text. Special tokens have their text as bytes."""
+    """Return a function from a token to its bytes within a text. The bytes of a special token are its text in UTF-8."""
     kind, steps = _decoding(tokenizer)
     name_of = tokenizer.backend.id_to_token
     if kind == "bytes":
@@ -249,9 +252,9 @@ class _Table(dict):
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return {letter: byte} of byte-level tokens.
+    """Return {character: byte} for the names of byte-level tokens.
 
-    A printable byte is its own letter; the other bytes have letters from U+0100 on.
+    A printable byte has the character with the same code. The other bytes have characters from U+0100 on.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -265,7 +268,7 @@ def _bytes(name: str | None) -> bytes:
     if name is None:
         return b""
     codes = [_BYTES.get(letter) for letter in name]
-    # An added token with other letters in its name is its own text.
+    # An added token with other characters in its name is its own text.
     return name.encode() if None in codes else bytes(codes)
 
 
@@ -281,7 +284,8 @@ class _ByteLevel:
 
     def add(self, token: int) -> str:
         data = self._table[token]
-        # The bytes of an incomplete letter become one U+FFFD.
+        # A token that does not continue an incomplete character first yields one U+FFFD for it. This token's text then
+        # starts at 1.
         breaks_off = bool(data) and not 0x80 <= data[0] < 0xC0
         self.start = 1 if breaks_off and self._decoder.getstate()[0] else 0
         return self._decoder.decode(data)
@@ -312,12 +316,12 @@ class _ByteFallback:
     """
 
     def __init__(self, table: _Table, strips: Sequence[tuple[str, int]]):
-        """Start a text. `strips` are pairs (letter, how many of it are removed at most at the start of the text)."""
+        """Start a text. `strips`: (character, maximum number of these to remove at the start of the text)."""
         self._table = table
         self._strips = list(strips)
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
-        self._size = 0  # bytes of the current run
-        self._run: str | None = ""  # complete letters of the current run; None if it is not valid UTF-8
+        self._size = 0  # number of bytes of the current run
+        self._run: str | None = ""  # complete characters of the current run; None if the run is not valid UTF-8
         self.likely_text = ""
         self.start = 0
 
@@ -358,7 +362,10 @@ class _ByteFallback:
 
 
 def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple[str, int]]]:
-    """Remove the letters of `strips` from the start of a text. Return it, and the strips for the text after it."""
+    """Remove the characters of `strips` from the start of a text.
+
+    Return the remaining text, and the strips that still apply to the text after it.
+    """
     remain = []
     for letter, count in strips:
         size = len(text)
@@ -369,9 +376,9 @@ def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple
 
 
 class _ByWindow:
-    """Works with any decoder if a token's text depends only on a few tokens before it.
+    """Decodes the last tokens with and without the newest token. The difference is the newest token's text.
 
-    The last tokens are decoded with and without the newest token.
+    Works with any decoder if a token's text depends only on the last few tokens before it.
     """
 
     likely_text = ""
@@ -381,7 +388,7 @@ class _ByWindow:
         self._decode = tokenizer.decode
         self._names = names
         self._ids: list[int] = []
-        self._num_settled = 0  # how many of these ids, from the first, have their text returned already
+        self._num_settled = 0  # number of leading ids with text that was returned already
 
     def add(self, token: int) -> str:
         if self._names[token] is None:  # a special token without text

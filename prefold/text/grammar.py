@@ -176,7 +176,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 @lru_cache(maxsize=CACHED)
 def _fault(grammar: Grammar) -> str:
-    """Return what is wrong with a grammar; "" for a valid one."""
+    """Return the error message for a grammar; "" if the grammar is valid."""
     _library()
     source = _source(grammar)
     return fault_of(source) if is_quick(grammar.kind, grammar.text) else _process.fault(source)

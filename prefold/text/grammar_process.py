@@ -25,7 +25,7 @@ class GrammarProcess(BoundedProcess):
         super().__init__(__name__, memory)
 
     def fault(self, source: str) -> str:
-        """Return what is wrong with a grammar in the library's form; "" for a valid one."""
+        """Return the error message for a grammar in the library's form; "" if the grammar is valid."""
         try:
             return self.call({"source": source}, SECONDS)
         except SubprocessEnded:

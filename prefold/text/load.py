@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #
 # SentencePiece repeatedly joins the two neighbours that form the best-ranked piece, however that piece was formed. The
 # BPE of `tokenizers` joins listed pairs in list order. So every pair that joins to a piece is listed, best piece first.
-# A space is the letter "▁" (U+2581), and a character without a piece becomes its UTF-8 bytes.
+# A space is the character "▁" (U+2581), and a character without a piece becomes its UTF-8 bytes.
 
 SPACE = "▁"
 # Values of tokenizer.ggml.token_type.

@@ -28,7 +28,7 @@ from ..errors import InputError
 
 
 class TooLong(InputError):
-    """A template wrote more letters than allowed."""
+    """A template wrote more characters than allowed."""
 
 
 def write(name: str, source: str, values: Mapping[str, Any], longest: float = math.inf) -> str:
@@ -38,11 +38,11 @@ def write(name: str, source: str, values: Mapping[str, Any], longest: float = ma
         name: The template's name in error messages.
         values: The plain JSON values that the template may look up. If it does not look up "tools", they are written
             into "messages". If it does not look up "documents", they are an error.
-        longest: Limit on the letters that the template writes.
+        longest: Maximum number of characters that the template may write.
 
     Raises:
         InputError: The template raised any error.
-        TooLong: The template wrote more than `longest` letters.
+        TooLong: The template wrote more than `longest` characters.
     """
     with _input_errors(name):
         template, variables = compile_template(source)
@@ -134,7 +134,7 @@ def _input_errors(name: str) -> Iterator[None]:
         remedy = "check which roles the model expects, and in which order"
     except Exception as error:  # a template may raise anything, and so may Python's compiler for deep nesting
         message = f"fails on these messages: {type(error).__name__}: {error}"
-    # A template's own message may have any size and any letters, so cut it to one line and escape half surrogate pairs.
+    # A template's own message may have any size and any characters, so cut it to one line and escape lone surrogates.
     line = " ".join(f"the chat template {name} {message[:4000]}".split())[:400]
     raise InputError(line.encode("utf-8", "backslashreplace").decode(), field=field, remedy=remedy, code=code)
 

@@ -17,7 +17,7 @@ from .subprocesses import BoundedProcess, SubprocessEnded, answer_calls
 
 # Limit on the memory of the process, in bytes. Python and its imports need about a tenth of this.
 MEMORY = 1 << 30
-# Limit on the letters that a template writes. No conversation that fits a model has a tenth of this.
+# Maximum number of characters that a template may write. No conversation that fits a model has a tenth of this.
 LONGEST = 1 << 26
 
 

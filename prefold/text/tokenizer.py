@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Special tokens in a user's text stay plain text, while those written by a chat template stay special.
 #
-# In a user's text, a shield character is inserted behind the first letter of every special token. The same happens to a
+# In a user's text, a shield character is inserted behind the first character of every special token, and also of a
 # partial special token at the end of a text, because the template may write more text directly after it (`shielded`).
 # The template then renders the conversation, which then has only the template's own special tokens. `encode` renames
 # these tokens, removes the shields, and encodes the text with a copy of the tokenizer that has only the new names.

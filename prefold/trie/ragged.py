@@ -14,8 +14,8 @@ import numpy as np
 from ..errors import InputError
 
 _MAX_TOKEN = 2**31 - 1
-_PRESORT = 1024  # from this many sequences on, first sort all by a few tokens in one vectorised sort
-_PRESORT_TOKENS = 3  # how many tokens that sort reads, if they fit into its 64-bit key
+_PRESORT = 1024  # with at least this many sequences, first sort all by a few tokens in one vectorised sort
+_PRESORT_TOKENS = 3  # number of tokens that this first sort reads, if they fit into its 64-bit key
 _FIRST_BLOCK = 1 << 15  # tokens that the first comparison of neighbours reads at once
 _MAX_BLOCK = 1 << 18  # limit of later comparisons, so that a block stays in the CPU cache
 _MIN_WIDTH = 8

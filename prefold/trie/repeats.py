@@ -1,8 +1,9 @@
 """Join equal requests of a job, so that an engine computes each of them once.
 
 Requests are equal if their namespace, tokens, targets and options are equal. A sampled request without a seed equals no
-other request, because each one must get its own answer. Equal requests are neighbours in sorted order, so a spool finds
-them without extra memory. One request then carries all tags, packed into one; `read_tags` unpacks them.
+other request, because each one must get its own answer. Sorted requests with equal prompts are neighbours, so a spool
+finds equal requests without extra memory. One request then carries all their tags as one packed tag; `read_tags`
+unpacks it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import NamedTuple
 
 from .order import SpooledRequest, decode_options
 
-_HEADER = struct.Struct("<II")  # tokens of the prompt, number of tags
-_TAG = struct.Struct("<II")  # tokens that the request counts, bytes of the tag
-# Limit on the tags that one joined request carries, so that a table of only equal records does not fill the memory.
+_HEADER = struct.Struct("<II")  # number of tokens of the prompt, number of tags
+_TAG = struct.Struct("<II")  # number of tokens that the request adds to the job's count, size of the tag in bytes
+# Byte limit on the tags held for one prompt. Its requests so far are yielded when their tags exceed the limit, so a
+# table of only equal records does not fill the memory.
 _MOST_BYTES = 1 << 20
 
 
@@ -26,17 +28,17 @@ class CountedTag(NamedTuple):
     """The tag of a request, with the tokens that the request adds to the job's count."""
 
     tag: bytes
-    tokens: int  # all tokens of the prompt; 0 for a twin, because its prompt is counted already (see `Window.twins`)
+    tokens: int  # number of tokens of the prompt; 0 for a twin, because its prompt was counted (see `Window.twins`)
 
 
 def pack_tags(num_tokens: int, tags: Sequence[CountedTag]) -> bytes:
-    """Return the tags of equal requests as one tag. `num_tokens` is the length of their prompt."""
+    """Return the tags of equal requests as one tag. `num_tokens` is the length of their prompt in tokens."""
     heads = b"".join(_TAG.pack(tokens, len(tag)) for tag, tokens in tags)
     return b"".join((_HEADER.pack(num_tokens, len(tags)), heads, *(tag for tag, _ in tags)))
 
 
 def read_tags(packed: bytes) -> tuple[int, list[CountedTag]]:
-    """Return the length of the prompt, and the tags that `pack_tags` packed."""
+    """Return the length of the prompt in tokens, and the tags that `pack_tags` packed."""
     num_tokens, count = _HEADER.unpack_from(packed)
     place, tags = _HEADER.size + count * _TAG.size, []
     for tokens, size in _TAG.iter_unpack(packed[_HEADER.size : place]):
@@ -62,14 +64,21 @@ class _Equal:
 
 
 def join_repeats(requests: Iterable[SpooledRequest]) -> Iterator[SpooledRequest]:
-    """Yield sorted requests with equal ones joined, in the same order. All tags are packed, even single ones."""
+    """Join equal requests in a sorted iterable, and yield the requests in the same order.
+
+    The tag of each yielded request is packed, even if the request equals no other.
+    """
     for _, prompts in groupby(requests, itemgetter(0, 1)):
         equal: dict[object, _Equal] = {}
-        size, last, rounds = 0, -2, 0  # rounds: how many equal prompts came before this one
+        size = 0  # bytes of the tags in `equal`
+        last = -2  # number of the previous request; -2: no request follows it directly, not even number 0
+        rounds = 0  # number of equal prompts before the current one, which may have several reads (twins)
         for request in prompts:
             key = (request.targets, request.options if is_repeatable(request.options) else request.number)
             entry = equal.setdefault(key, _Equal(request))
-            continued = decode_options(request.options)[0] is not None
+            continued = decode_options(request.options)[0] is not None  # generates text, so it is never a twin
+            # A twin follows the previous request directly. If `entry` already has a tag of the current prompt, the
+            # request is not a twin: it starts the next equal prompt.
             again = not continued and request.number == last + 1 and len(entry.tags) <= rounds
             rounds = rounds if again else len(entry.tags)
             last = request.number
@@ -77,7 +86,7 @@ def join_repeats(requests: Iterable[SpooledRequest]) -> Iterator[SpooledRequest]
             size += len(request.tag)
             if size > _MOST_BYTES:
                 yield from (entry.joined() for entry in equal.values())
-                equal, size = {}, 0
+                equal, size, rounds, last = {}, 0, 0, -2
         yield from (entry.joined() for entry in equal.values())
 
 

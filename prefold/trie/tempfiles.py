@@ -30,7 +30,7 @@ class TempFile:
         """Create a file in `directory`, by default the system's temporary folder. Raise OSError."""
         self._file: Any = TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115  (closed with this object)
         self._lock = threading.Lock()
-        self.end = 0  # where `append` writes next
+        self.end = 0  # byte position at which `append` writes next
 
     def append(self, parts: Iterable[bytes]) -> tuple[int, int]:
         """Append parts to the file. Return the places of their first byte and of the end. Raise OSError."""

@@ -162,7 +162,7 @@ class ReasoningSplitter:
 
     def __init__(self, opened: bool):
         self._pending = ""  # text that may still be reasoning or answer
-        self._is_open: bool | None = opened or None  # whether the text is inside reasoning; None: unknown yet
+        self._is_open: bool | None = opened or None  # True if the text is inside reasoning; None: unknown yet
         self._has_thought = self._has_answer = False
 
     def add(self, text: str) -> tuple[str, str]:

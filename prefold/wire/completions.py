@@ -526,7 +526,7 @@ class Chunks(Events):
 
     Args:
         kind: Chat or Completion
-        options: which chunks have the usage
+        options: the request's stream options, which select the chunks with the usage
         samples: choices of each prompt
     """
 

@@ -17,7 +17,7 @@ class Load:
     """Which model to load, and with which executor. Rank 0 sends it to the other ranks of a split model."""
 
     checkpoint: Checkpoint
-    config: ModelConfig  # as rank 0 reads it from the checkpoint: the caller may have registered families of its own
+    config: ModelConfig  # read by rank 0, because only its process has the families that the caller registered
     options: ModelSpec
     executor: str  # "native" or "torch"
     dtype: str

@@ -1,4 +1,4 @@
-"""Choose the executor of a model, and load the model. Imports no torch."""
+"""Choose the executor of a model, and load the model. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def choose_executor(options: ModelSpec, config: ModelConfig, dtype: str, device:
 
 
 def _needs_torch(options: ModelSpec, config: ModelConfig, dtype: str, device: str) -> str | None:
-    """Name the first thing that the native executor lacks for a model and its options. None: it lacks nothing."""
+    """Name the first feature that the native executor lacks for a model and its options; None if it lacks none."""
     if device != "cpu":
         return device
     from .native.load import missing
@@ -73,7 +73,7 @@ def load_part(wanted: Load, ranks: SomeRank | None, tokenizer: Tokenizer | None 
     """Load this process's part of a model.
 
     Args:
-        ranks: This rank's view of a split model; None: the model is not split.
+        ranks: This rank's view of a split model; None if the model is not split.
     """
     checkpoint, config, options, dtype = wanted.checkpoint, wanted.config, wanted.options, wanted.dtype
     if wanted.executor == "native":
@@ -111,7 +111,7 @@ def _load_split(wanted: Load) -> Loaded:
         loaded = load_part(wanted, team.ranks)
         team.join(loaded.worker)
     except CollectiveError as error:
-        team.fail(error)  # reports the rank that failed
+        team.fail(error)  # always raises: the error of the rank that failed, else `error`
     except BaseException:
         team.close()
         raise
@@ -121,19 +121,20 @@ def _load_split(wanted: Load) -> Loaded:
 
 
 def _of_each_rank(wanted: Load) -> ModelSpec:
-    """Return the options of each rank: its share of the threads, and no cache: only rank 0's engine has one."""
+    """Return each rank's options: its share of the threads, and cache=None, because only rank 0's engine caches."""
     from .native.load import settle_threads
 
     options = wanted.options
     settle_threads(options.threads)
     sharing = options.tensor_parallel if wanted.device == "cpu" else 1
     threads = options.threads or max(1, kernels.threads() // sharing)
+    # The options are pickled for the other ranks, and not every Mapping can be pickled.
     adapters = None if options.adapters is None else dict(options.adapters)
     return replace(options, threads=threads, adapters=adapters, cache=None)
 
 
 def _meeting_of(wanted: Load) -> Callable[[int], Meeting]:
-    """Return the function that makes the meeting for a number of ranks, for the model's executor."""
+    """Return the function that creates a `Meeting` from the number of ranks, for the model's executor."""
     if wanted.executor == "native":
         from .tensor_parallel import MemoryMeeting
 

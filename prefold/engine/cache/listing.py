@@ -28,7 +28,7 @@ class Part(NamedTuple):
 class TreePath(NamedTuple):
     """A path from a root to a leaf, or to the last token of a sequence."""
 
-    end: Part  # its last part
+    end: Part  # the last part of the path
     shared: int  # leading tokens that it shares with the path before it
     is_running: bool  # a sequence uses it
     namespace: Hashable

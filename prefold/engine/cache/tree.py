@@ -31,17 +31,17 @@ class Node(RadixNode):
     tokens: Any  # int32 [n]: the ids. For a tail, a list that grows; `ids` is then empty
     account: Account | None  # account of the namespace's tenant in the RadixCache
     slots: np.ndarray  # int64 [s]: slots for the K/V of the first s rows; empty before they are claimed
-    num_computed: int = 0  # how many leading rows have their K/V in the slots
-    users: int = 0  # how many waiting or running sequences go through the node
+    num_computed: int = 0  # number of leading rows with K/V in `slots`
+    users: int = 0  # number of waiting or running sequences that go through the node
     lost: bool = False  # rows were computed before and discarded, so they must be recomputed
     # The RadixCache sets the following.
-    kept: bool = False  # in the cache: computed, and no sequence uses it
-    scant: bool = False  # only waiting sequences took it out of the cache, and its path has too few rows
+    kept: bool = False  # the node is in the cache: computed, and no sequence uses it
+    scant: bool = False  # only waiting sequences took the node out of the cache, and its path has too few rows
     pins: int = 0  # number of pins; a pinned node is never evicted
     used_at: float = 0.0  # last use by a sequence, by the cache's clock
-    uses: int = 0  # how often sequences took it out of the cache
-    priority: int = 0  # highest priority of the requests that used it
-    place: int = 0  # number of its latest entry in the cache's heaps
+    uses: int = 0  # number of times that sequences took the node out of the cache
+    priority: int = 0  # highest priority of the requests that used the node
+    place: int = 0  # number of the node's latest entry in the cache's heaps
     _runs: list[tuple[int, int]] | None = None
 
     @classmethod

@@ -56,7 +56,7 @@ def visible_runs(
 # Maps ids of image rows, int32 [n], to a bool [n]: True if the worker has the row and can put it into a step.
 HoldsRows = Callable[[np.ndarray], np.ndarray]
 NO_OWNER = Owner()
-MOST_AHEAD = 32  # for how many repetitions places are computed at once
+MOST_AHEAD = 32  # maximum number of repetitions of a step for which places are computed at once
 N = TypeVar("N", bound=Any)  # a node class with a `parent`
 
 
@@ -146,9 +146,9 @@ class StepPlan:
     """The rows of a step, as they are collected."""
 
     max_rows: int
-    holds_rows: HoldsRows | None = None  # which image rows can be in the step; None: the model has no image input
-    room: int = field(init=False)  # how many more rows may be added
-    computed_rows: dict[Node, int] = field(default_factory=dict)  # how many of each node's next rows are computed
+    holds_rows: HoldsRows | None = None  # tells which image rows can be in the step; None: the model has no image input
+    room: int = field(init=False)  # number of rows that may still be added
+    computed_rows: dict[Node, int] = field(default_factory=dict)  # {node: number of its next rows in the step}
     # (sequence, node): the sequence gets a token from the last row of the node.
     reads: list[tuple[SequenceState, Node]] = field(default_factory=list)
     # Nodes with a last row that runs again only for its result, with the sequences that get a token from it.

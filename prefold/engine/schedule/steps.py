@@ -70,7 +70,7 @@ class StreamStep(Message):
     # MEDIA_BASE on are image rows.
     tokens: np.ndarray
     positions: np.ndarray  # int32 [n]
-    path: int  # how many rows of the carried path are above this step: the first ones
+    path: int  # number of rows of the carried path, from the root, that are above this step
     end: np.ndarray  # int64 [path + m]: one past the last query (as a key number) that sees key j
     key_positions: np.ndarray  # int32 [path + m]: the position of each key in its prompt
     keep: np.ndarray = field(default_factory=lambda: NOTHING)  # int64 [k], ascending: keys that the next step needs

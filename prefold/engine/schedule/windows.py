@@ -2,8 +2,8 @@
 
 A step is a function of its rows: `step(start, stop)` reads the window's trie and changes nothing. So a step that does
 not fit in memory becomes two calls. `plan` returns the next step, and `commit` advances past its rows. Planning needs
-no results, so a caller may commit a step before it has run, and plan ahead. A span is computed in one step, so no step
-starts or ends inside a span. This module only decides rows: no tensors, no attention, no clock.
+no results, so a caller may commit a step before it has run, and plan ahead. A span (the rows of one image) is computed
+in one step, so no step starts or ends inside a span. This module only decides rows: no tensors, no attention, no clock.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class PlannedStep:
     start: int
     stop: int
     message: StreamStep
-    requests: np.ndarray  # int64 [d]: requests of the window with their last row in this step
-    request_reads: np.ndarray  # int64 [d]: for each of these, its row of the result; empty for "logprobs"
-    targets: np.ndarray  # int64 [p]: for "logprobs", the place of each result row in the window's targets; else empty
+    requests: np.ndarray  # int64 [d]: numbers of the requests with their last row in this step
+    request_reads: np.ndarray  # int64 [d]: row of the step's result for each entry of `requests`; empty for "logprobs"
+    targets: np.ndarray  # int64 [p]: for "logprobs", index into the window's targets of each result row; else empty
 
 
 class StreamPlanner(Protocol):
@@ -46,10 +46,11 @@ class WindowPlanner:
 
     With sharing "full", a step is any contiguous range of the depth-first rows. With "mlp" and "off", a step is whole
     prompts in order of arrival, and a prompt that is too long for a step runs alone in chunks; "mlp" folds the prompts
-    of a step. Among neighbouring twins (such as the one-token labels of a prompt), only one runs, in every mode.
+    of a step. Of neighbouring equal prompts (twins), one runs, in every mode. For example, the requests for a
+    prompt's one-token labels are twins.
 
     Args:
-        follows: The worker holds the path of the previous window, and the stream continues from that path. Otherwise
+        follows: The worker holds the path of the previous window, and the stream continues from that path. If False,
             the stream starts at the window's first row.
         stream: The number of the stream in the messages.
         adapter: The number of the window's LoRA adapter in the messages.
@@ -159,7 +160,10 @@ class WindowPlanner:
         return first if first > start else int(np.searchsorted(self._span, first, side="right"))
 
     def _first_keys(self, start: int, stop: int, path: int) -> np.ndarray | None:
-        """Return `StreamStep.first` of a step."""
+        """Return `StreamStep.first`: for a row in a span the span's first key, for all other keys the key itself.
+
+        Return None if every entry is the key itself.
+        """
         if self._span is None:
             return None
         first = np.concatenate((np.arange(path), self._span[start:stop] - start + path))
@@ -183,7 +187,7 @@ class WindowPlanner:
         return whole if whole > start else start + max_rows
 
     def _needed_after(self, keys: np.ndarray, stop: int) -> np.ndarray:
-        """Return which keys the rows from `stop` on see; at the window's end, which keys the next window may see."""
+        """Return a mask of the keys that later rows need: rows from `stop`, or the next window after the last row."""
         if stop < self.trie.num_rows:
             return self.trie.end[keys] > stop
         if self.sharing != "full":
@@ -199,9 +203,9 @@ class WindowPlanner:
         return PrefixMap.build(self.trie.tokens[start:stop], offsets[first : last + 1] - start)
 
     def _rows_of_targets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row of every target, ascending, and its place in window.targets.
+        """Return the row that each target is read from, ascending, and the target's index in `window.targets`.
 
-        Target t of m is read m - 1 - t rows above the sequence's last row.
+        Target t of a request's m targets is read m - 1 - t rows above the request's last row.
         """
         starts, stops = self.window.target_offsets[:-1], self.window.target_offsets[1:]
         counts = stops - starts
@@ -218,20 +222,21 @@ class WindowPlanner:
 
 
 def reusable_rows(window: Window, readout: Readout) -> int:
-    """Return how many rows of the previous window's path this window can reuse.
+    """Return the number of rows of the previous window's path that this window can reuse.
 
-    These are the rows of the window's `common` tokens up to the first row that is read, or up to that row's span: a
-    path has K/V, but no results. A mean, and a request without targets, are read at the prompt's last row. For a mean,
-    the path also has the hidden states of the rows above.
+    These are the rows of the window's `common` tokens before the first row that is read, because a path has K/V but no
+    results. A limit inside a span moves to the span's start. A mean, or a request without targets, is read at the
+    prompt's last row. For a mean, the path also has the hidden states of the rows above.
     """
     if not window.common:
         return 0
     lengths = np.diff(window.offsets)
     if readout.kind != "logprobs":
-        # Only a twin of the previous request ends in a common row, and a twin would come first.
+        # Only a twin of the previous window's last request ends in a common row, and it is this window's first request.
         return clear_of_span(window.tokens, min(window.common, int(lengths[0]) - 1))
     # A request reads a common row if its first read position is inside the prefix that it shares with the previous
-    # window's last request. In sorted order, this prefix is the smallest of the prefixes shared by neighbours up to it.
+    # window's last request. In sorted order, the length of this prefix is the minimum over all pairs of neighbours from
+    # the previous window's last request to this request.
     shared = window.shared.copy()
     shared[0] = window.common
     shared = np.minimum.accumulate(shared)
@@ -244,8 +249,8 @@ def reusable_rows(window: Window, readout: Readout) -> int:
 def merge_twins(window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Drop every request that equals the request before it.
 
-    Return the tokens and offsets of the remaining requests, and for each request of the window the number of the
-    request that represents it, int64 [B].
+    Return the tokens and offsets of the remaining requests. The third array, int64 [B], has for each request of the
+    window the number of the remaining request that equals it.
     """
     lengths, shared = np.diff(window.offsets), window.shared
     twin = np.zeros(len(lengths), bool)

@@ -54,7 +54,7 @@ class TransformersConfig(ModelConfig):
     Head sizes and planes come from config.json until the model is loaded, and from its calls of attention afterwards.
 
     Attributes:
-        architecture: its name in the checkpoint
+        architecture: the architecture's name in the checkpoint
         loader: the class of transformers that loads the model
         settings: config.json
         attention: one per plane; empty before the model is loaded

@@ -104,7 +104,7 @@ class RowLinear(nn.Module):
     """A linear that replaces transformers': x [..., inputs] -> [..., outputs].
 
     Attributes:
-        name: its name in the model, by which adapters find it
+        name: the linear's name in the model, by which adapters find the linear
         product: multiplies by the packed weight; None: PyTorch multiplies by `weight`
     """
 

@@ -35,7 +35,7 @@ class State:
     """A stored state."""
 
     slot: int
-    rows: int  # it is the state after this number of rows of its node, at least 1
+    rows: int  # number of rows of the node before the state, at least 1
 
 
 @dataclass(eq=False, slots=True)
@@ -176,7 +176,7 @@ class StateScheduler(Scheduler):
         self.state_slots = state_slots
         self.states: dict[Node, State] = {}
         self.free_states = set(range(ZERO + 1, state_slots + 1))
-        self.unread: dict[Node, set[SequenceState]] = {}  # by leaf, the sequences that have not read it yet
+        self.unread: dict[Node, set[SequenceState]] = {}  # {leaf: sequences that have not read the leaf yet}
         self.tree.on_split.append(self._split_state)
         self.tree.on_drop.append(self._drop_state)
 

@@ -41,7 +41,8 @@ class StateStreamStep(StreamStep):
 class StateSlotStep(SlotStep):
     """A SlotStep for a hybrid."""
 
-    runs: StateRuns = field(default_factory=StateRuns)  # its slots are slots of the store that `MakeStates` made
+    # The slots of `runs` are slots of the store that `MakeStates` created.
+    runs: StateRuns = field(default_factory=StateRuns)
 
 
 @dataclass(frozen=True, slots=True)

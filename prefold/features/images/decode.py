@@ -79,7 +79,7 @@ def image_of(picture: Any, field: str = "image") -> Image:
     Raise InputError for more than 8 bits per channel, and for files that Pillow cannot read to the end.
 
     Args:
-        field: its name in errors
+        field: name of the image's field in errors
     """
     try:
         return Image(_pixels_of(picture, field))
@@ -164,7 +164,7 @@ class Decoder:
         used up. Raise MissingExtraError if Pillow is not installed.
 
         Args:
-            field: its name in errors
+            field: name of the image's field in errors
             budget: shared by all files of one item
         """
         pillow()

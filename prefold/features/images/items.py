@@ -41,7 +41,7 @@ class ImageSummary:
     height: int
     width: int
     digest: bytes  # digest of the pixels
-    animated: bool  # it is the first of several frames
+    animated: bool  # the image is the first of several frames
 
     @classmethod
     def of(cls, image: Image, animated: bool = False) -> ImageSummary:

@@ -47,7 +47,7 @@ NOT_ASKED = {"crop_size", "do_center_crop", "pad_size"}
 class Layout:
     """How an image of one size is cut into tiles, and its text in a prompt."""
 
-    text: str  # with the image token once per row
+    text: str  # text that replaces the image in a prompt, with the image token once per row
     sizes: Sequence[tuple[int, int]] = ()  # (height, width): the image is resized to each of these in turn, then cut
     boxes: Sequence[tuple[int, int, int, int]] = ()  # (left, top, right, bottom) of pieces, which are further tiles
     rows: int | None = None  # rows per tile; None: as for all tiles of the tower
@@ -64,7 +64,7 @@ class Processor(ABC):
     Attributes:
         placeholder: the text that chat templates write for an image
         image_token: the token for one row of an image in a Layout's text
-        image_token_id: its id
+        image_token_id: the id of `image_token`
         special: the special tokens of images; in users' texts they are plain text
         own_settings: the family's settings beside SETTINGS, with their defaults
         whole_first: the tile of the whole image comes before the tiles of its pieces, not after them

@@ -77,7 +77,7 @@ class TowerPace:
         return max(LEAST * seconds, 2 * min(alone, seconds) - seconds)
 
 
-IDLE_SECONDS = 0.25  # how long the tower runs at a time if no step can run
+IDLE_SECONDS = 0.25  # duration of one run of the tower while no step can run
 NO_TILES = np.empty((0, 0, 0, 0), np.float32)  # the tiles of an image that cannot be read
 
 
@@ -132,10 +132,10 @@ class ImageScheduler(EnginePart):
         assert facts is not None
         self._tower, self._row_bytes = facts.tower, facts.row_bytes
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
-        self._encoded: OrderedDict[int, _EncodedImage] = OrderedDict()  # by first id, least recently used first
+        self._encoded: OrderedDict[int, _EncodedImage] = OrderedDict()  # {first id: image}, least recently used first
         self._needed: list[Medium] = []
         self._in_use: list[Medium] = []  # needed by a step that is being started
-        self._runs: dict[int, _Run] = {}  # by first id
+        self._runs: dict[int, _Run] = {}  # {first id of the image: its run of the tower}
         self._rate: float | None = None  # operations per second; None: not measured yet
         self._credit = 0.0  # seconds that the tower may run between steps and has not used
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")

@@ -109,7 +109,7 @@ class LoopedScheduler(Scheduler):
             self._fill(node, own_slots[node.start : node.stop])
         for sequence in sequences:
             sequence.leaf = sequence.tail.parent = leaf
-        self._repeated = None  # its step refers to the old rows
+        self._repeated = None  # the step to repeat refers to the old rows
 
     def _fill(self, node: Node, slots: np.ndarray) -> None:
         """Use these slots for the rows of a node that are not computed, and free the rest."""

@@ -297,7 +297,7 @@ def routed_logprobs(
 
     Args:
         model: a looped model without a coda
-        batch: with sharing="off", because a route is chosen from a whole sequence
+        batch: the batch, built with sharing="off", because the router chooses a route from a whole sequence
         ids: int64 [visits, targets]: the target token after each visit; default: the sequence's token at every visit
         routing: how the router picks; default: as in the config
         routes: the blocks that each sequence visits, in place of the router

@@ -41,7 +41,7 @@ class TensorRows(StepRows[Tensor, SlotBatch]):
         super().__init__(model, step.positions, step.read_rows, worker.prepare_slots(step))
         self._lm, self._step, self._store, self._device = model, step, worker.store, model.device
         self._ops = choose_ops(model.dtype, model.device)
-        self._angles: dict[int, list[Tensor]] = {}  # by the id() of a batch
+        self._angles: dict[int, list[Tensor]] = {}  # {id() of a batch: tables of `cos_sin`}
 
     def start(self) -> Tensor:
         model, batch = self._lm, self.whole

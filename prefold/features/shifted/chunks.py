@@ -37,8 +37,8 @@ Key = tuple[bytes, int]  # (digest of the images before a block, hash of the blo
 class Chunk:
     """A part of a prompt that has rows elsewhere."""
 
-    start: int  # its first position in the prompt
-    stop: int  # the position after its end
+    start: int  # first position of the chunk in the prompt
+    stop: int  # the position after the chunk's last
     slots: np.ndarray  # int64 [stop - start]: slots with the K/V of the same tokens
     position: int  # position at which the first of these rows was computed
     node: Node  # the node of the last of these rows
@@ -83,7 +83,7 @@ class ChunkIndex:
         self._shortest = max(options.min_tokens, options.recompute + 1)
         self.size = (self._shortest + 1) // 2
         self.tree = tree
-        self.blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # by namespace: the end of each block, by node
+        self.blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # {namespace: {block: {node: end}}}
         self._noted: dict[Node, tuple[Hashable, int, list[tuple[int, Key]]]] = {}  # (namespace, end, blocks (end, key))
         tree.on_store.append(self._store)
         tree.on_split.append(self._split)

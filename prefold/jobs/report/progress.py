@@ -17,32 +17,32 @@ class Counts:
 
     phase: str = "reading"  # "reading", "loading the model", "computing", "writing the output", ...
     records_read: int = 0
-    read_all: bool = False  # `records_read` is the whole input
-    records_done: int = 0  # records that have their line, also from earlier runs
-    resumed: int = 0
+    read_all: bool = False  # True if `records_read` counts the whole input
+    records_done: int = 0  # records with an output line, including lines of earlier runs
+    resumed: int = 0  # records with an output line of an earlier run
     errors: int = 0  # error lines among `records_done`
     tokens: int = 0  # tokens spooled
-    tokens_done: int = 0  # tokens of requests with results, including generated tokens
+    tokens_done: int = 0  # prompt tokens of requests with results, and generated tokens
     requests: int = 0  # requests spooled
     requests_done: int = 0  # requests with results
     rows: int = 0  # rows computed
     tokens_generated: int = 0
-    kept: int = 0  # prompts answered from kept answers
-    kept_tokens: int = 0  # tokens of these prompts
+    kept: int = 0  # prompts answered from kept answers, without computing
+    kept_tokens: int = 0  # tokens of the prompts that `kept` counts, and of their generated texts
 
     @property
     def saved(self) -> float | None:
-        """Return the share of the done tokens that was not computed.
+        """Return the share of the finished tokens that was not computed, in (0, 1).
 
-        Return None while more rows than tokens are done.
+        Return None if nothing was saved yet, or no row was computed.
         """
         return 1 - self.rows / self.tokens_done if self.tokens_done > self.rows > 0 else None
 
     @property
     def share_done(self) -> float:
-        """Return the share of the work read so far that is done, in [0, 1].
+        """Return the finished share of the work read so far, in [0, 1].
 
-        The unit is tokens. If text is generated it is requests, because the lengths of the texts are unknown.
+        The share counts tokens. If text is generated, it counts requests, because the lengths of the texts are unknown.
         """
         done, all_ = (self.requests_done, self.requests) if self.tokens_generated else (self.tokens_done, self.tokens)
         return min(1.0, done / all_) if all_ else 0.0
@@ -68,7 +68,7 @@ class Progress:
     def close(self, counts: Counts) -> None: ...
 
     def text(self, counts: Counts) -> str:
-        """Return a line of records, rows, rate, share saved and time left. Unknown values are left out."""
+        """Return the line to show, such as "12 records, 340 rows, 85 rows/s, 41.2% saved". Omit unknown values."""
         if counts.phase == "computing" and self._computing is None:
             self._computing = self._clock()
         total = f"/{format_count(counts.records_read)}" if counts.read_all else ""
@@ -100,7 +100,7 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """Prints a line every 5 seconds at first, later less often, at most a minute apart."""
+    """Prints a line every 5 s at first; the interval grows to 60 s. Skips an unchanged line unless computing."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
         super().__init__(clock)
@@ -131,7 +131,7 @@ class LiveProgress(Progress):
         from tqdm import tqdm
 
         class Bar(tqdm):
-            monitor_interval = 0  # tqdm must not start a thread of its own
+            monitor_interval = 0  # keeps tqdm from starting a thread
 
         Bar.set_lock(threading.RLock())  # tqdm's default is a lock shared between processes
         # Some terminals report zero lines, so set `nrows`.

@@ -1,7 +1,7 @@
-// Chooses the queries over slots for which latent attention expands keys and values (latent.h).
+// Chooses, for latent attention over KV slots, the queries whose keys and values are expanded (latent.h).
 //
-// The choice does not change the result beyond rounding, only the time. The unit of all costs is one product of a
-// matrix with rows, per head.
+// The choice changes the time, and the result only by rounding. All costs are per head. Their unit is one multiply-add
+// in a product of a matrix and rows.
 #include <algorithm>
 #include <new>
 #include <numeric>
@@ -12,17 +12,18 @@
 namespace prefold {
 namespace {
 
-// The cost of one product in attention, for absorbed and for expanded queries, and the cost of storing and packing one
-// number of an expanded key or value. The costs are fitted to times on two cores of an AMD EPYC with AVX2, in float32,
-// with 2,048 keys before a prompt (as in benchmarks/latent.py). Both forms take the same time at about 250 rows with
-// the sizes of GLM-4.7-Flash, 110 rows with the sizes of DeepSeek-V3, and 70 rows with the sizes of MiniCPM 3. In
-// bfloat16, GLM-4.7-Flash needs 260 rows.
+// The cost of one multiply-add in attention, for absorbed and for expanded queries, and the cost of storing and packing
+// one number of an expanded key or value. The costs are fitted to times on two cores of an AMD EPYC with AVX2, in
+// float32, with 2,048 keys before a prompt (as in benchmarks/latent.py). Both forms take the same time at about 250
+// rows with the sizes of GLM-4.7-Flash, 110 rows with the sizes of DeepSeek-V3, and 70 rows with the sizes of
+// MiniCPM 3. In bfloat16, GLM-4.7-Flash needs 260 rows.
 constexpr double kAbsorbedProduct = 1.55, kExpandedProduct = 1.35, kPackedNumber = 90;
 
-// The work per head of the two forms, counted in products.
+// The costs that decide between the two forms, per head, in multiply-adds.
 struct LatentWork {
-  double key;          // to expand one key and its value
-  double query, seen;  // what a query saves if it is expanded: once, and for each key that it sees
+  double key;    // cost of expanding one key and its value
+  double query;  // saved once per expanded query
+  double seen;   // saved per key that an expanded query sees
 
   LatentWork(double rank, double tail, double dim, double value_dim)
       : key((rank + kPackedNumber) * (dim + value_dim)),
@@ -30,9 +31,9 @@ struct LatentWork {
         seen(kAbsorbedProduct * (rank + tail + rank) - kExpandedProduct * (dim + tail + value_dim)) {}
 };
 
-// Runs of keys form a tree: the queries of a run contain the queries of the runs below it. A query needs all keys on
-// its path, so the chosen queries need a part of the tree that starts at its roots. The best part is found from the
-// leaves up: a run is worth its keys if the queries and runs below it save more.
+// Runs of keys form a tree: the queries that see a run include all queries that see the runs below it. A query needs
+// all keys on its path, so the expanded runs are a part of the tree that includes the roots. The best part is found
+// from the leaves up: a run is expanded if the queries and runs below it save more than its keys cost.
 class ExpandedChoice {
  public:
   ExpandedChoice(const int64_t* count, const int64_t* first, const int64_t* last, int64_t runs, int64_t queries,
@@ -48,7 +49,7 @@ class ExpandedChoice {
     std::partial_sum(seen_.begin(), seen_.end(), seen_.begin());
   }
 
-  // chosen [queries].
+  // Set chosen[i] to 1 for each expanded query, else to 0.
   void choose(uint8_t* chosen) {
     const int64_t queries = static_cast<int64_t>(seen_.size()) - 1;
     std::vector<int64_t> order(runs_);
@@ -77,15 +78,15 @@ class ExpandedChoice {
 
   double saved(int64_t query) const { return work_.query + work_.seen * static_cast<double>(seen_[query]); }
 
-  // Give the queries before `stop` to the innermost open run.
+  // Add the savings of the queries before `stop` to the innermost open run.
   void add_queries(int64_t stop) {
     for (; next_ < stop; ++next_) {
       if (!open_.empty()) open_.back().saved += std::max(saved(next_), 0.0);
     }
   }
 
-  // Close the open runs whose queries come before `query`. The queries of a run that is not worth its keys are left
-  // out.
+  // Close the open runs that end at or before `query`. Exclude the queries of a run that saves no more than its
+  // keys cost.
   void close(int64_t query) {
     while (!open_.empty() && last_[open_.back().run] <= query) {
       const int64_t run = open_.back().run;
@@ -100,13 +101,13 @@ class ExpandedChoice {
     }
   }
 
-  const int64_t *count_, *first_, *last_;
+  const int64_t *count_, *first_, *last_;  // per run: number of keys; queries [first, last) see them
   const int64_t runs_;
   const LatentWork work_;
-  std::vector<int64_t> seen_,
-      left_out_;  // keys of each query; how many more runs leave out a query than the one before
-  std::vector<Open> open_;
-  int64_t next_ = 0;  // the first query that no run has
+  std::vector<int64_t> seen_;      // number of keys that each query sees
+  std::vector<int64_t> left_out_;  // number of runs that exclude each query, as differences to the query before
+  std::vector<Open> open_;         // the open runs, innermost last
+  int64_t next_ = 0;               // first query with savings that no run has counted yet
 };
 
 }  // namespace

@@ -165,7 +165,7 @@ def visibility(
     window: int | None = None,
     first: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return which keys each query sees, bool [queries, keys]: first[j] <= i < end[j], within the sliding window.
+    """Return a mask of the keys each query sees, bool [queries, keys]: first[j] <= i < end[j], within `window`.
 
     Args:
         end: int64 [keys].

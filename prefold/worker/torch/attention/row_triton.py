@@ -78,8 +78,8 @@ class RowTables:
     block_q: int
     end: Tensor
     query_rows: Tensor
-    positions: Tensor | None  # of every key, if there is a sliding window
-    starts: Tensor | None  # the first row that sees each key, if there are spans
+    positions: Tensor | None  # position of every key; None without a sliding window
+    starts: Tensor | None  # the first row that sees each key; None without spans
     bounds: Tensor
     blocks: Tensor
     order: Tensor
@@ -169,7 +169,7 @@ def stack(tile, kv_head, queries, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK
 def see(
     rows, positions, base, at, inside, END, POSITIONS, STARTS, window, WINDOW: tl.constexpr, SPANS: tl.constexpr
 ):  # fmt: skip
-    """Return which keys `at`, counted from `base`, the queries at `rows` see: bool [queries, keys]."""
+    """Return a mask of the keys `at`, counted from `base`, that the queries at `rows` see: bool [queries, keys]."""
     end = tl.load(END + base + at, mask=inside, other=0)
     start = tl.load(STARTS + base + at, mask=inside, other=0) if SPANS else base + at
     visible = (start[None, :] <= rows[:, None]) & (rows[:, None] < end[None, :])
