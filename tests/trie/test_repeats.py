@@ -88,6 +88,7 @@ def test_a_table_of_equal_records_is_joined_in_pieces():
     tags = [[int(tag[-3:]) for tag, _ in read_tags(packed)[1]] for packed in window.tags]
     assert [number for piece in tags for number in piece] == list(range(50))
     assert [len(piece) for piece in tags] == [11, 11, 11, 11, 6]  # about a MiB each
+    assert all(counted.tokens == 2 for packed in window.tags for counted in read_tags(packed)[1])
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
