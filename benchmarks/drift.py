@@ -17,9 +17,9 @@ MMLU: the most likely of " A" to " D" after five examples. SST-2: the more likel
 alternating labels. MS MARCO: passages ordered by the likelihood of the query after them, nDCG@10. STS-B: Spearman's
 correlation of the cosine of two embeddings with the human score. All values are percentages.
 
-The results also have the share of answers (MS MARCO: of orders) that differ from the first case, and the mean absolute
-difference of the log-probabilities of labels and queries (STS-B: of the cosines, times 100). With --keep the results of
-each case stay in a folder. A later run then continues, and each case may run in its own process.
+The results also have the share of answers (MS MARCO: orders) that differ from the first case, and the mean absolute
+difference between the log-probabilities of labels and queries (STS-B: between the cosines, times 100). With --keep, the
+results of each case stay in a folder. A later run then continues, and each case may run in its own process.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ a prefix then depend on what follows, and cannot be shared. prefold uses one set
 
 - `context_length` (`--context-length`) selects the set. Its default is the model's own 131,072, which selects the
   long set.
-- With `--context-length 4096`, results equal those of transformers, and prompts of more than 4,096 tokens are
+- With `--context-length 4096`, results equal the results of transformers, and prompts of more than 4,096 tokens are
   refused.
 - A job's summary and a server's log name the set.
 - For longer sequences of Phi 3.5 MoE, transformers uses the short factors. prefold uses the long factors, as

@@ -110,7 +110,7 @@ class InputSpec:
     )  # fmt: skip
     stream: bool = option(
         False, "Process records as they arrive, for endless input, instead of sorting all.",
-        details="Of the waiting records, the most similar ones run first. Less is shared than in a sorted job.",
+        details="The most similar waiting records run first. Less is shared than in a sorted job.",
         group="Input", journal=False,
     )  # fmt: skip
 
